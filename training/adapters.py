@@ -1,4 +1,4 @@
-"""LoRA: low-rank matrices beside frozen weights, trained alone, by PEFT."""
+"""LoRA with PEFT: low-rank matrices beside frozen weights; only the matrices are trained."""
 
 import difflib
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(model: Any, lora: "LoRA") -> None:
-    """Raises `ValueError` for a name that no linear map of the model has; names the nearest that one has."""
+    """Raises `ValueError` for a name that none of the model's linear maps has; the message suggests the nearest."""
     names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in lora.targets:
         if target not in names:
@@ -26,7 +26,7 @@ def check_targets(model: Any, lora: "LoRA") -> None:
 
 
 def add_adapters(model: Any, lora: "LoRA") -> Any:
-    """PEFT's model around this one, whose own weights are frozen; torch's generator draws the adapters."""
+    """Returns PEFT's model around this one, with its own weights frozen; torch's generator draws the adapters."""
     from peft import LoraConfig, get_peft_model
 
     check_targets(model, lora)

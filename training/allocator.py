@@ -1,4 +1,4 @@
-"""What the CUDA allocator holds: its figures, and a snapshot of it when memory runs out."""
+"""What the CUDA allocator holds: counters, and a snapshot when memory runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ VIEWER = "https://pytorch.org/memory_viz"
 
 
 def cuda_memory() -> dict[str, int]:
-    """Of this process so far: the most bytes in tensors, the most reserved for them, and how often these ran out.
+    """Returns this process's peak bytes in tensors, peak bytes reserved, and how often the allocator ran out.
 
-    Each time, the allocator freed what it held in reserve and tried again, which costs time.
+    Each time it ran out, it freed its reserve and tried again, which costs time.
     """
     return {
         "peak_cuda_bytes": torch.cuda.max_memory_allocated(),
@@ -23,7 +23,7 @@ def cuda_memory() -> dict[str, int]:
 
 
 def record_history() -> None:
-    """Gives later snapshots the last allocations, each with the Python lines that made it."""
+    """Adds the latest allocations to later snapshots, each with the Python lines that made it."""
     if not torch.cuda.is_available():
         print("no GPU: no history of its memory is recorded", flush=True)
         return
@@ -37,17 +37,17 @@ def write_snapshot(path: Path) -> None:
 
 @contextmanager
 def snapshot_when_full(path: Path, remedy: str) -> Iterator[None]:
-    """Where the GPU's memory runs out, writes a snapshot to `path`.
+    """Writes a snapshot to `path` when the GPU's memory runs out.
 
-    The `torch.OutOfMemoryError` is then raised with a message of one sentence: torch's cause, `remedy`, and the file.
+    Raises `torch.OutOfMemoryError` with a one-sentence message: torch's cause, `remedy`, and the file.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
         try:
             write_snapshot(path)
-            snapshot = f"what it held is in {path}, to be opened at {VIEWER}"
+            snapshot = f"a snapshot is in {path}; open it at {VIEWER}"
         except (OSError, RuntimeError) as failure:
-            snapshot = f"what it held could not be written to {path}: {failure}"
+            snapshot = f"the snapshot could not be written to {path}: {failure}"
         cause = str(error).split(". ")[0]
         raise torch.OutOfMemoryError(f"the GPU's memory is full ({cause}): {remedy}; {snapshot}.") from error

@@ -1,4 +1,4 @@
-"""How many answers a model finds, beside its loss: small losses also come from text that is easy to predict.
+"""Counts the answers a model gets right. A small loss alone can also come from text that is easy to predict.
 
 Axes: B rows, N tokens.
 """
@@ -11,11 +11,10 @@ from condense.configuration import IGNORE_INDEX
 
 
 def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> tuple[int, int]:
-    """The answers in rows [B, N] that the model gives whole, each token as the likeliest one after those before it, and
-    the number of answers.
+    """Returns how many answers in rows [B, N] the model gets right in full, and how many there are.
 
-    Greedy decoding gives the same, one token at a time. A row's labels are `background` tokens of its text, then its
-    answers, with other tokens between them.
+    An answer is right if each of its tokens is the likeliest one after the tokens before it, as in greedy decoding. The
+    labels of a row are `background` tokens of its text, then its answers, with unlabelled tokens in between.
     """
     labels_BN = batch["labels"]
     starts = [int(labels_N.ne(IGNORE_INDEX).nonzero()[background]) for labels_N in labels_BN]
@@ -27,7 +26,7 @@ def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> tu
     for start, labels_N, said_N in zip(starts, labels_BN[:, first:], said_BN, strict=True):
         answer_N, said_N = labels_N[start - first :], said_N[start - first :]
         labelled_N = answer_N.ne(IGNORE_INDEX)
-        # Each answer begins where a token that has a label follows one that has none.
+        # An answer begins at each labelled token that follows an unlabelled one.
         begins_N = labelled_N & ~torch.cat([labelled_N.new_zeros(1), labelled_N[:-1]])
         wrong_N = labelled_N & answer_N.ne(said_N)
         answers = int(begins_N.sum())

@@ -24,7 +24,7 @@ class Evaluations(TrainerCallback):
 
 
 class LearningRate(TrainerCallback):
-    """Lets a resumed run have the learning rate of its recipe; a checkpoint holds the rate of the recipe before."""
+    """Keeps the recipe's learning rate in a resumed run; a checkpoint holds the rate of the previous recipe."""
 
     def __init__(self, learning_rate: float):
         self.learning_rate = learning_rate
@@ -39,7 +39,7 @@ class LearningRate(TrainerCallback):
 
 
 class GrowCurriculum(TrainerCallback):
-    """Lets the length of the texts grow with the logged loss, and logs it."""
+    """Lets the texts grow as the logged loss falls, and logs their length."""
 
     def __init__(self, curriculum: CurriculumState):
         self.curriculum = curriculum
@@ -51,7 +51,7 @@ class GrowCurriculum(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """One bar over the steps, with the last logged loss and length."""
+    """Shows one bar over the steps, with the last logged loss and length."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.bar = ProgressBar(

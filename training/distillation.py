@@ -23,7 +23,7 @@ from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segm
 
 
 class TokenLosses(NamedTuple):
-    """Of each target [n]: KL(teacher || student) at the objective's temperature, and -log p of the text's own token."""
+    """KL(teacher || student) at the objective's temperature, and -log p of the text's own token, per target [n]."""
 
     divergence_n: torch.Tensor
     cross_entropy_n: torch.Tensor
@@ -34,13 +34,13 @@ class Distillation(ObjectiveKind):
     """weight T^2 KL(teacher || student) + (1 - weight) cross-entropy + hidden_weight distance of hidden states.
 
     The teacher is the stock model of the same weights with full attention over the whole text, unless `teacher` names
-    another one. T is the temperature. The distance is the squared error of each layer's output, relative to the
-    teacher's mean square, averaged over layers. All are means over targets.
+    another one. T is the temperature. The distance is the squared error of each layer's output relative to the
+    teacher's mean square, averaged over layers. All terms are means over targets.
     """
 
     kind: Literal["distill"] = "distill"
     weight: float = Field(
-        1.0, ge=0, le=1, description="of the teacher's distributions; the text's own tokens have the rest"
+        1.0, ge=0, le=1, description="of the teacher's distributions; the text's own tokens get the rest"
     )
     temperature: float = Field(1.0, gt=0, description="divides the logits of both models for the divergence")
     hidden_weight: float = Field(0.0, ge=0, description="of the distance of hidden states, layer by layer; 0: none")
@@ -114,7 +114,7 @@ class Distillation(ObjectiveKind):
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         if self.teacher is None:
             teacher = to_stock(model)
-            if not recipe.lora:  # adapters leave the weights as they are
+            if not recipe.lora:  # adapters do not change the weights
                 for parameter in teacher.parameters():
                     parameter.data = parameter.data.clone()
         else:
@@ -125,7 +125,7 @@ class Distillation(ObjectiveKind):
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         own = own_model(model)
-        # Accelerate's autocast is around the forward pass of the whole model, which is not called here.
+        # Accelerate wraps autocast around the whole model's forward pass, which is not called here.
         mixed = self._mixed_precision and own.dtype == torch.float32
         with torch.autocast(own.device.type, torch.bfloat16, enabled=mixed):
             return self._losses(own, dict(batch), num_targets)
@@ -160,15 +160,15 @@ class Distillation(ObjectiveKind):
             return self._teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
-        """The loss of next tokens, and as `distill` the objective's own."""
+        """Returns the next-token loss, and the objective's own as `distill`."""
         found = next_token_losses(model, batch, 1)
         return found._replace(further={"distill": self.losses(model, batch, 1)})
 
 
 def place(teacher: Any, student: Any, shares_weights: bool) -> None:
-    """Moves a teacher to the student's device and gives its weights the student's dtype, or the student's weights.
+    """Moves a teacher to the student's device and gives it the student's dtype, or the student's weights.
 
-    Rotary frequencies are buffers and stay in float32, as the student's do.
+    Rotary frequencies are buffers and stay in float32, as in the student.
     """
     weight = student.get_input_embeddings().weight
     teacher.to(weight.device)
@@ -178,7 +178,7 @@ def place(teacher: Any, student: Any, shares_weights: bool) -> None:
 
 
 def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float) -> TokenLosses:
-    """`heads` and `hidden_nD` are the student's and the teacher's; logits exist for a bounded number of targets."""
+    """`heads` and `hidden_nD` hold the student's and the teacher's; few targets have logits at a time."""
     at_once = max_tokens(heads[0].weight.shape[0])
     parts = zip(*(tensor.split(at_once) for tensor in (*hidden_nD, target_n)), strict=True)
     with share_weights():
@@ -199,6 +199,6 @@ def _block(heads, student_nD, teacher_nD, target_n, temperature) -> tuple[torch.
 
 
 def relative_distance(student_nD: torch.Tensor, teacher_nD: torch.Tensor) -> torch.Tensor:
-    """The mean square of the difference [n], relative to that of the teacher."""
+    """Returns the mean square [n] of the difference, relative to the teacher's."""
     teacher_nD = teacher_nD.float()
     return (student_nD.float() - teacher_nD).square().mean(-1) / teacher_nD.square().mean(-1)

@@ -1,8 +1,8 @@
 """The group of ranks, and the operators that DeepSpeed compiles.
 
-DeepSpeed compiles its operators when they are first used, and the file it uses as a lock remains when a build is
-killed: every later run would wait for that file forever, silently. Here an operator is built in a folder of this
-environment's own, under a lock that ends with its process; the process that holds that lock knows the file is stale.
+DeepSpeed compiles its operators on first use. If a build is killed, its lock file remains, and every later run would
+wait for it forever without a word. We build each operator in a folder of this environment's own, under a lock that ends
+with its process. Whoever holds that lock knows that the file is stale.
 """
 
 import functools
@@ -22,11 +22,11 @@ OURS = "condense-"  # prefix of folders that only this package builds in
 
 
 class Process(NamedTuple):
-    """This process among those of the run, as the launcher's environment variables describe it."""
+    """This process among the run's, as the launcher's environment variables describe it."""
 
     rank: int
     num_ranks: int
-    launched: bool  # by the DeepSpeed launcher; otherwise it runs alone, without DeepSpeed
+    launched: bool  # by the DeepSpeed launcher; otherwise a single process without DeepSpeed
 
     @classmethod
     def from_environment(cls) -> "Process":
@@ -43,8 +43,8 @@ def join() -> None:
     import deepspeed.comm
 
     _guard_builds()
-    # An all-reduce for inference on CPUs: training never calls it, its compilation takes half a minute, and it leaves
-    # a file of 35 MB in /dev/shm for each rank of each run. The attribute `deepspeed.comm.torch` is PyTorch.
+    # An all-reduce for CPU inference, which training never calls. It takes half a minute to compile and leaves 35 MB in
+    # /dev/shm for each rank of each run. The attribute `deepspeed.comm.torch` is PyTorch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.comm.init_distributed()
     dist.barrier()
@@ -57,14 +57,14 @@ def leave() -> None:
 
 
 def is_connection_error(error: RuntimeError) -> bool:
-    """Whether a rank failed because another one has ended, or can't be reached."""
+    """Whether a rank failed because another one has ended or can't be reached."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _guard_builds() -> None:
     """Makes DeepSpeed build each operator under a lock that other runs of this package respect.
 
-    In a TORCH_EXTENSIONS_DIR that the user has set, other programs may build too: there a lock file is not removed.
+    If the user has set TORCH_EXTENSIONS_DIR, other programs may build there too, so lock files are not removed.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -91,7 +91,7 @@ def _guard_builds() -> None:
 
 
 def _environment() -> str:
-    """A hash of what operators are compiled for: the installation, and the machine with its processor."""
+    """Returns a hash of what operators are compiled for: the installation, and the machine with its processor."""
     from deepspeed import __version__
 
     parts = sys.prefix, torch.__version__, __version__, platform.node()

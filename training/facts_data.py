@@ -1,6 +1,6 @@
 """A small Llama with random weights that knows the words of the facts, and the commonest words of given texts.
 
-All other words are <unk>: in the text between facts they do no harm.
+All other words are <unk>, which does no harm in the text between facts.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from .small_llama import LOOKUP, small_llama, word_tokenizer, words_of
 
 
 def common_words(files: Sequence[str], number: int) -> tuple[list[str], float]:
-    """The commonest words of files or glob patterns, and the share of these texts that they make up.
+    """Returns the commonest words of files or glob patterns, and the share of the texts that they make up.
 
     Raises `ValueError` for files that can't be read.
     """
@@ -35,7 +35,7 @@ def write_facts_llama(
 ) -> None:
     """Writes FOLDER/llama and prints its size.
 
-    Raises `ValueError`, and changes nothing, where a file of the folder exists with another content.
+    If a file in the folder has different content, raises `ValueError` and changes nothing.
     """
     common, share = common_words(files, words)
     tokenizer = word_tokenizer([*all_texts(), FILLER, *common])

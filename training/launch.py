@@ -22,35 +22,34 @@ CPU_CONFIG = "zero2_cpu"
 
 
 def num_ranks() -> int:
-    """One rank per GPU, or two on a CPU."""
+    """Returns one rank per GPU, or two on a CPU."""
     return torch.cuda.device_count() or CPU_RANKS
 
 
 def load_local_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe as this machine runs it. Raises `ValueError` as `load_recipe`."""
+    """Loads the recipe as this machine runs it. Raises `ValueError` like `load_recipe`."""
     return load_recipe(named, local_overrides(overrides))
 
 
 def local_overrides(overrides: Sequence[str]) -> list[str]:
-    """The overrides, after those that this machine needs: without a GPU, a DeepSpeed configuration for CPUs."""
+    """Puts what this machine needs before the overrides: without a GPU, a DeepSpeed configuration for CPUs."""
     return [*overrides] if torch.cuda.is_available() else [f"deepspeed={CPU_CONFIG}", *overrides]
 
 
 def launch(recipe: Recipe, ranks: int | None = None, checked: bool = False) -> None:
-    """Runs `training/train.py` on `ranks` ranks that end with this process; ranks check the run unless it is `checked`.
+    """Runs `training/train.py` on `ranks` ranks that end with this process; they check the run unless `checked`.
 
-    Raises `CalledProcessError` on failure; with the exit code `STOPPED` where a signal has ended the run with a
-    checkpoint.
+    Raises `CalledProcessError` on failure; its exit code is `STOPPED` if a signal ended the run with a checkpoint.
     """
     ranks = ranks or num_ranks()
     environment = child_environment()
-    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # dozens, from Trainer's and DeepSpeed's own code
+    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # Trainer and DeepSpeed raise dozens
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         print(f"no GPU: on the CPU, ranks={ranks}, with {CPU_CONFIG} unless an override names another", flush=True)
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", os.devnull, *_devices(ranks)]
-    # The launcher reports a run that a signal has stopped as an error; the ranks' own messages say how they end.
+    # If a signal stops a run, the launcher reports an error; the ranks' own messages say how they end.
     command += ["--log_level", "critical", "--master_port", str(_free_port())]
     # The launcher starts ranks with the first `python3` it finds.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
@@ -59,17 +58,17 @@ def launch(recipe: Recipe, ranks: int | None = None, checked: bool = False) -> N
         resolved.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
         command += [str(TRAIN), "--recipe", str(resolved), *(["--checked"] if checked else [])]
         exit_code = run_to_end(command, environment)
-    # DeepSpeed's runner exits with 0 when its launcher was killed.
+    # DeepSpeed's runner exits with 0 if its launcher was killed.
     if exit_code or not was_finished(recipe.output):
         raise subprocess.CalledProcessError(exit_code or 1, command)
 
 
 def how_ranks_ended(exit_code: int) -> str:
-    """The exit code of a run in words; DeepSpeed's launcher has that of the rank which failed first."""
-    number = 256 - exit_code  # of the signal that has ended the rank, if one has
+    """Explains a run's exit code; DeepSpeed's launcher passes on that of the first rank to fail."""
+    number = 256 - exit_code  # of the signal that ended the rank, if any
     if number not in set(signal.Signals):
         return f"training ended with exit code {exit_code}; the message of the rank that failed is above."
-    name, often = signal.Signals(number).name, ", which the system sends where memory runs out"
+    name, often = signal.Signals(number).name, ", which the system sends when memory runs out"
     return (
         f"training ended because a rank received {name}{often if number == signal.SIGKILL else ''}; the same command "
         "resumes it from its last complete checkpoint."
@@ -77,7 +76,7 @@ def how_ranks_ended(exit_code: int) -> str:
 
 
 def _devices(ranks: int) -> list[str]:
-    """The launcher's options that choose devices; with `--num_gpus` it ignores CUDA_VISIBLE_DEVICES."""
+    """Returns the launcher's options that choose devices; with `--num_gpus` it ignores CUDA_VISIBLE_DEVICES."""
     if not torch.cuda.is_available():
         return ["--num_accelerators", str(ranks)]
     if not (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):

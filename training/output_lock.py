@@ -1,7 +1,7 @@
-"""One run at a time in an output folder.
+"""Allows one run at a time in an output folder.
 
-The lock is the operating system's (flock), so it ends with its process. Its file names the holder, for the error of a
-second process, and is empty after it was released.
+The lock is the operating system's (flock), so it ends with its process. The lock file names the holder, which the error
+of a second process shows. It is empty once released.
 """
 
 import fcntl
@@ -21,9 +21,9 @@ PATIENCE_S = 2.0  # a check by another start takes the lock for a moment
 
 @contextmanager
 def output_lock(folder: Path, name: str = "run") -> Iterator[None]:
-    """Locks `folder` for the files of `name`. Where the file system has no locks, a warning is printed instead.
+    """Locks `folder` for the files of `name`. If the file system has no locks, prints a warning instead.
 
-    Raises `ValueError` naming the process that holds it already, its machine, and the time since when.
+    If the lock is taken, raises `ValueError` with the holding process, its machine and the start time.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = lock_file(folder, name)
@@ -41,7 +41,7 @@ def output_lock(folder: Path, name: str = "run") -> Iterator[None]:
         yield
         os.truncate(descriptor, 0)
     finally:
-        os.close(descriptor)  # which releases it
+        os.close(descriptor)  # releases the lock
 
 
 def check_unlocked(folder: Path, name: str = "run") -> None:
@@ -56,7 +56,7 @@ def check_unlocked(folder: Path, name: str = "run") -> None:
 
 
 def was_finished(folder: Path) -> bool:
-    """Whether the last run in the folder has finished: not while it is held, and not after an error or a kill."""
+    """Whether the last run in the folder has finished: false while it is held, and after an error or a kill."""
     path = lock_file(folder)
     return path.exists() and path.stat().st_size == 0
 
@@ -86,5 +86,5 @@ def _owner(path: Path) -> str:
     try:
         owner = json.loads(path.read_text(encoding="utf-8"))
         return f"process {owner['process']} on {owner['host']} since {owner['since']} ({owner['command']})"
-    except (OSError, ValueError, KeyError, TypeError):  # its file is not written yet
+    except (OSError, ValueError, KeyError, TypeError):  # not written yet
         return "another process"

@@ -1,4 +1,4 @@
-"""Checks of a run that take seconds and write nothing, before ranks start or documents are prepared."""
+"""Checks that take seconds and write nothing, before ranks start or documents are prepared."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +18,10 @@ from .recipe import DocumentData, Recipe, SampleData
 
 
 def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> None:
-    """Raises `ValueError` in one sentence for a run of `ranks` ranks that could not begin.
+    """Raises `ValueError` with a one-sentence message if a run of `ranks` ranks could not begin.
 
-    `deepspeed` is the content of the DeepSpeed configuration, None without the launcher. Of the model's weights only
-    names and shapes are read.
+    `deepspeed` is the content of the DeepSpeed configuration, or None without the launcher. Only names and shapes of
+    the model's weights are read.
     """
     recipe.accumulation(ranks)
     check_attention(recipe.attention)
@@ -35,7 +35,7 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
         check_zero_3(recipe, config.vocab_size)
     tokenizer = recipe.model.load_tokenizer(config)
     check_samples(recipe, config, tokenizer)
-    longest = recipe.longest_text(getattr(config, "segment_length", 1))  # a stock model has stages
+    longest = recipe.longest_text(getattr(config, "segment_length", 1))  # stock models have stages
     recipe.objective.check_model(config, tokenizer, longest)
     model = recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     if recipe.lora:
@@ -44,13 +44,13 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
 
 
 def check_reporter(report_to: str) -> None:
-    """Raises `ValueError` where the package that curves are reported to is missing."""
+    """Raises `ValueError` if the package that curves are reported to is missing."""
     if report_to != "none" and find_spec(report_to) is None:
         raise ValueError(f"report_to={report_to} needs a package: pip install {report_to}, or set report_to=none.")
 
 
 def check_former_recipe(source: str) -> None:
-    """Raises `ValueError` for a folder that another recipe of this package writes, and that is not there."""
+    """Raises `ValueError` if `source` is a missing folder that another recipe of this package writes."""
     if Path(source).exists():
         return
     for name in recipe_names():
@@ -63,7 +63,7 @@ def check_former_recipe(source: str) -> None:
 
 
 def check_prepared(recipe: Recipe) -> None:
-    """Raises `ValueError` for documents that do not exist, and for a folder that can't keep them prepared."""
+    """Raises `ValueError` if documents do not exist, or if their folder can't keep them prepared."""
     named = getattr(recipe.data, "sources", [])  # some tasks have none
     for source in (*named, *(recipe.evaluation.sources if recipe.evaluation else ())):
         if source.files is not None:
@@ -73,7 +73,7 @@ def check_prepared(recipe: Recipe) -> None:
 
 
 def check_samples(recipe: Recipe, config: Any, tokenizer: Any) -> None:
-    """Raises `ValueError` for a model that can't write texts, or none that are as long."""
+    """Raises `ValueError` for a model that can't write texts, or can't write texts this long."""
     if isinstance(recipe.data, SampleData):
         check_writer(config, recipe.model.source)
         first_token(tokenizer)
@@ -81,7 +81,7 @@ def check_samples(recipe: Recipe, config: Any, tokenizer: Any) -> None:
 
 
 def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
-    """Raises `ValueError` for a run in which ranks would use the weights unequally often."""
+    """Raises `ValueError` if ranks would not all use the weights equally often."""
     if recipe.curriculum:
         raise ValueError("a curriculum gives ranks texts of unequal lengths, which ZeRO-3 can't run: use ZeRO-2.")
     tokens = recipe.micro_batch * recipe.longest_text()

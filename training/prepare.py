@@ -1,4 +1,4 @@
-"""Documents to tokens before a run: training then finds them and begins at once."""
+"""Tokenises documents before a run, so that training finds them and starts at once."""
 
 import os
 
@@ -8,16 +8,16 @@ from .recipe import DocumentData, Recipe, SampleData
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prepare(recipe: Recipe, num_workers: int) -> None:
-    """Prepares all documents that a recipe reads, those of its evaluation too, in `num_workers` processes.
+    """Prepares all documents that a recipe reads, including its evaluation's, in `num_workers` processes.
 
     Texts that a model samples from itself are drawn in this process.
 
-    A preparation that was stopped resumes. Raises `ValueError` for documents that can't be read, or are too few.
+    A stopped preparation resumes. Raises `ValueError` for documents that can't be read, or are too few.
     """
     if not isinstance(recipe.data, (DocumentData, SampleData)):
         print(f"data.task={recipe.data.task} makes its texts in training: there is nothing to prepare", flush=True)

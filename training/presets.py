@@ -1,4 +1,4 @@
-"""The recipes and DeepSpeed configurations of this package, by name; a user's own are files."""
+"""The recipes and DeepSpeed configurations of this package, found by name; a user's own are files."""
 
 import difflib
 from pathlib import Path
@@ -14,12 +14,12 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(named: str | Path) -> Path:
-    """A file, or the recipe of this package with this name. Raises `ValueError` where there is neither."""
+    """Finds a file, or this package's recipe of that name. Raises `ValueError` if there is neither."""
     return _find("recipe", named, RECIPES, ".yaml")
 
 
 def find_deepspeed_config(named: str | Path) -> Path:
-    """A file, or the DeepSpeed configuration of this package with this name. Raises `ValueError` as `find_recipe`."""
+    """Finds a file, or this package's DeepSpeed configuration. Raises `ValueError` like `find_recipe`."""
     return _find("DeepSpeed configuration", named, DEEPSPEED_CONFIGS, ".json")
 
 

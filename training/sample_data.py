@@ -1,7 +1,7 @@
 """A small Llama, stories and summaries, generated without a download, to try every recipe on.
 
-A story states early the town, trade and possessions of its people, and repeats these facts later: a model with a
-memory can predict them. An article is a story with two sentences marked as its news; they are its summary.
+A story states the town, trade and possessions of its people early and repeats them later, so a model with a memory can
+predict them. An article is a story with two sentences marked as its news, which are its summary.
 """
 
 import json
@@ -17,7 +17,7 @@ from .data.recall import RECALL_TEXTS
 from .small_llama import small_llama, word_tokenizer
 
 NUM_DOCUMENTS = {"train": 400, "validation": 40}
-# Attributes of a person: no two people of a story share any value.
+# Attributes of a person: no two people in a story share a value.
 ATTRIBUTES = {
     attribute: words.split()
     for attribute, words in {
@@ -54,7 +54,7 @@ MARK = "Here is the news: "
 
 
 def story(random: Random, num_words: int, events: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """A text filled up to `num_words`, and its news: each event happens to another person."""
+    """Returns a text filled up to `num_words`, and its news: each event happens to a different person."""
     size = 3 + num_words // 600
     columns = [random.sample(values, size) for values in ATTRIBUTES.values()]
     cast = [dict(zip(ATTRIBUTES, person, strict=True)) for person in zip(*columns, strict=True)]
@@ -90,7 +90,7 @@ def summary_document(random: Random) -> dict[str, str]:
 
 
 def make_documents(seed: int) -> dict[str, list[dict[str, str]]]:
-    """Documents by file name without its ending, such as `text/train`."""
+    """Returns documents by file name without suffix, such as `text/train`."""
     return {
         f"{kind}/{split}": [make(Random(f"{seed} {kind}/{split} {number}")) for number in range(count)]
         for kind, make in (("text", text_document), ("summaries", summary_document))
@@ -99,9 +99,9 @@ def make_documents(seed: int) -> dict[str, list[dict[str, str]]]:
 
 
 def write_sample_data(folder: Path, seed: int = 0) -> None:
-    """Writes `llama`, `text` and `summaries` into a folder and prints the size of each file.
+    """Writes `llama`, `text` and `summaries` to a folder and prints the size of each file.
 
-    Raises `ValueError`, and changes nothing, where a file of the folder exists with another content.
+    If a file in the folder has different content, raises `ValueError` and changes nothing.
     """
     import pyarrow
     import pyarrow.parquet
@@ -136,9 +136,9 @@ def write_sample_data(folder: Path, seed: int = 0) -> None:
 
 
 def copy_files(made: Path, folder: Path) -> None:
-    """Copies all files into a folder. Raises `ValueError` first where one exists there with another content."""
+    """Copies all files to a folder. Raises `ValueError` first if a file exists there with different content."""
     for path in made.rglob("*.*"):
         existing = folder / path.relative_to(made)
         if existing.exists() and existing.read_bytes() != path.read_bytes():
-            raise ValueError(f"{existing} exists with another content: pass another folder, or delete it.")
+            raise ValueError(f"{existing} exists with different content: pass another folder, or delete it.")
     shutil.copytree(made, folder, dirs_exist_ok=True)

@@ -9,10 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from .data.passkey import PASSKEY_TEXTS
 from .data.recall import RECALL_TEXTS
 
-# For models that look words up. Those of a large Llama are 0.02 and 10,000; with a small base, heads of 16 tell tokens
-# that are close to them apart.
+# For models that look words up; a large Llama has 0.02 and 10,000. A small base lets heads of width 16 tell nearby
+# tokens apart.
 LOOKUP = {"initializer_range": 0.1, "rope_theta": 10.0}
-TASKS: dict[str, tuple[list[str], dict[str, float]]] = {  # the words of a task, and what its model is made with
+TASKS: dict[str, tuple[list[str], dict[str, float]]] = {  # words of a task, and options of its model
     "passkey": (PASSKEY_TEXTS, {}),
     "recall": (RECALL_TEXTS, LOOKUP),
 }
@@ -21,13 +21,13 @@ SPLIT = pre_tokenizers.Split(Regex(r"\d|\w+|[^\w\s]"), behavior="removed", inver
 
 
 def words_of(text: str) -> list[str]:
-    """The words, punctuation marks and digits of a text."""
+    """Returns the words, punctuation marks and digits of a text."""
     return [word for word, _ in SPLIT.pre_tokenize_str(text)]
 
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """One token per word of `texts`, per punctuation mark and per digit."""
-    parts = {part for text in texts for part in text.split()}  # each once: long texts repeat their words
+    """Makes a tokenizer with one token per word of `texts`, punctuation mark and digit."""
+    parts = {part for text in texts for part in text.split()}  # deduplicated first: long texts repeat words
     words = sorted({*words_of(" ".join(parts)), *"0123456789"})
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
@@ -49,11 +49,10 @@ def small_llama(
     initializer_range: float = 0.02,
     rope_theta: float = 10_000.0,
 ) -> LlamaForCausalLM:
-    """Raises `ValueError` for a width that four heads can't share, and for no layer.
+    """Raises `ValueError` for a width that four heads can't share, and for zero layers.
 
-    `initializer_range` is the standard deviation of the first weights; 0.02 is small for widths below 256.
-    `rope_theta` is the base of the rotary frequencies: with a small one a narrow head tells tokens that are one to ten
-    positions away apart.
+    `initializer_range` is the standard deviation of the first weights; 0.02 is small for widths below 256. `rope_theta`
+    is the base of the rotary frequencies. A small base lets a narrow head distinguish tokens up to ten positions away.
     """
     if width < 8 or width % 8:
         raise ValueError(f"width={width}: four heads of an even size need a multiple of 8.")
@@ -81,7 +80,7 @@ def small_llama(
 def save_small_llama(
     folder: Path, seed: int = 0, width: int = 64, layers: int = 2, task: str = "passkey"
 ) -> LlamaForCausalLM:
-    """Writes the model of a task and its tokenizer, which knows the words, to a folder, as any Llama checkpoint."""
+    """Writes a task's model to a folder as a Llama checkpoint, with a tokenizer that knows the task's words."""
     texts, options = TASKS[task]
     tokenizer = word_tokenizer(texts)
     model = small_llama(tokenizer, seed, width, layers, **options)

@@ -1,7 +1,7 @@
-"""A run that a signal stops: it writes a checkpoint after its current step and ends, to be resumed.
+"""Stops a run on a signal: it writes a checkpoint after the current step and ends, to be resumed.
 
-Clusters announce the end of a job by a signal to some of its processes: SIGTERM, or Slurm's SIGUSR1. The ranks agree
-after each step whether any of them has received one.
+Clusters announce the end of a job by sending some of its processes a signal: SIGTERM, or Slurm's SIGUSR1. After each
+step the ranks agree whether any of them has received one.
 """
 
 import signal
@@ -14,13 +14,13 @@ from transformers import TrainerCallback
 
 
 class Stopped(Exception):
-    """A signal has stopped the run, and a checkpoint is written."""
+    """A signal has stopped the run, and a checkpoint has been written."""
 
 
 class StopOnSignal(TrainerCallback):
-    """Saves and stops after the step in which any rank has received a signal of `numbers`.
+    """Saves and stops after the step in which any rank received a signal of `numbers`.
 
-    A run with a curriculum stops at a multiple of `every` steps, because its texts grow with the logged losses.
+    With a curriculum, a run stops at a multiple of `every` steps, because its texts grow with the logged losses.
     """
 
     def __init__(self, numbers: Collection[signal.Signals], every: int = 1):
@@ -35,7 +35,7 @@ class StopOnSignal(TrainerCallback):
         return signal.Signals(self.received).name
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Before the first step nothing is worth a checkpoint: there a signal ends the process at once."""
+        """Before the first step nothing is worth saving, so a signal ends the process at once."""
         if not self._before:
             self._before = {number: signal.signal(number, self._receive) for number in self._numbers}
 
@@ -46,7 +46,7 @@ class StopOnSignal(TrainerCallback):
         if dist.is_initialized():
             dist.all_reduce(received, op=dist.ReduceOp.MAX)
         anyone = int(received)
-        if anyone:  # a signal that this rank has received since it sent its own counts at the next agreement
+        if anyone:  # later signals count at the next agreement
             self.received = anyone
             self.stopped = True
             control.should_log = control.should_save = control.should_training_stop = True

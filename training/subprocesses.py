@@ -1,9 +1,9 @@
-"""Processes that end when the process that started them ends, by any signal.
+"""Processes that end, on any signal, when the process that started them ends.
 
-`condense train` starts DeepSpeed's runner, which starts its launcher, which starts the ranks. Neither of the two
-forwards every signal, and no process can forward SIGKILL: so the parent ends its children, and each rank watches its
-parents. The launcher sends SIGTERM to the ranks also when one of them has failed: so the signal by which the parent
-asks them for a checkpoint is another one.
+`condense train` starts DeepSpeed's runner, which starts its launcher, which starts the ranks. Neither runner nor
+launcher forwards every signal, and SIGKILL can't be forwarded. So the parent ends its children, and each rank watches
+its parents. The launcher also sends SIGTERM to the ranks when one of them fails, so the parent uses a different signal
+to ask for a checkpoint.
 """
 
 import os
@@ -22,19 +22,19 @@ import psutil
 
 import condense
 
-PARENT = "CONDENSE_PARENT"  # the process that a process started by `run_to_end` ends with
-STOPPED = os.EX_TEMPFAIL  # exit code (75) of a run that a signal has stopped, and that the same command resumes
-PLEASE_SAVE = signal.SIGUSR1  # asks a rank to write a checkpoint and to end
+PARENT = "CONDENSE_PARENT"  # a process started by `run_to_end` ends with this one
+STOPPED = os.EX_TEMPFAIL  # exit code (75) of a run stopped by a signal; the same command resumes it
+PLEASE_SAVE = signal.SIGUSR1  # asks a rank to write a checkpoint and end
 SAVING_S = 600  # for the ranks to do so
 GRACE_S = 30  # between SIGTERM and SIGKILL
 INTERVAL_S = 0.25
-RANK_OPTION = "--local_rank="  # given to each rank by DeepSpeed's launcher, and by no other
+RANK_OPTION = "--local_rank="  # given to each rank by DeepSpeed's launcher only
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed.run")
 POLL_S = 0.1
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of Python processes started here, which import this package, installed or not."""
+    """Returns the environment of Python processes started here, which can import this package even if not installed."""
     root = str(Path(condense.__file__).parents[1])
     if root in site.getsitepackages():
         return dict(os.environ)
@@ -45,9 +45,9 @@ def child_environment() -> dict[str, str]:
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options) -> int:
     """Runs a command and returns its exit code. SIGHUP and exceptions here end it and all its children.
 
-    The first SIGTERM or SIGUSR1 asks the ranks among the children for a checkpoint, after which they end by themselves;
-    where there are no ranks, and for a second signal, they end as well. The command runs in a session of its own: a
-    signal to the group of this process, as `timeout` and job managers send it, would end DeepSpeed's runner.
+    The first SIGTERM or SIGUSR1 asks the ranks among the children for a checkpoint, after which they end by themselves.
+    Without ranks, or on a second signal, all children end at once. The command runs in its own session: `timeout` and
+    job managers signal this process's whole group, which would end DeepSpeed's runner.
     """
     with _signals_as_exit() as asked:
         process = subprocess.Popen(
@@ -58,13 +58,13 @@ def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options
         finally:
             if process.returncode is None:
                 _end_tree(psutil.Process(process.pid))
-    if asked and exit_code not in (0, STOPPED):  # the ranks had nothing to save
+    if asked and exit_code not in (0, STOPPED):  # nothing to save
         sys.exit(128 + asked[0])
     return exit_code
 
 
 def run_all_to_end(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], given: bytes = b"", **options) -> int:
-    """Runs commands at once, each in its environment and with `given` as input; returns the first exit code but 0.
+    """Runs commands at once, each in its environment and with `given` as input; returns the first nonzero exit code.
 
     A process that fails ends the others. SIGTERM, SIGHUP and exceptions here end all of them and their children.
     """
@@ -86,14 +86,14 @@ def run_all_to_end(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], 
 
 def _write(process: subprocess.Popen, given: bytes) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # its exit code tells that it has ended
+    with suppress(BrokenPipeError), process.stdin:  # its exit code says that it has ended
         process.stdin.write(given)
 
 
 def end_with_parents() -> None:
     """Ends this process and its children within seconds after any of its watched parents ends.
 
-    Watched are the process that called `run_to_end` and all processes between, or else the launcher: DeepSpeed's, with
+    It watches the process that called `run_to_end` and all processes in between, or else the launcher: DeepSpeed's with
     its runner, or torchrun.
     """
     parents = _parents()
@@ -148,11 +148,11 @@ def _end_tree(root: psutil.Process) -> None:
 
 
 def _ask_for_checkpoint(number: int) -> bool:
-    """Whether there is a rank to ask."""
+    """Returns whether there is a rank to ask."""
     ranks = [child for child in psutil.Process().children(recursive=True) if _is_rank(child)]
     if ranks:
         name = signal.Signals(number).name
-        print(f"{name}: the ranks write a checkpoint, once they train, and end; a second signal ends them at once")
+        print(f"{name}: once training, the ranks write a checkpoint and end; a second signal ends them at once")
         sys.stdout.flush()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
@@ -168,9 +168,9 @@ def _is_rank(process: psutil.Process) -> bool:
 
 @contextmanager
 def _signals_as_exit() -> Iterator[list[int]]:
-    """Signals unwind the stack, as Ctrl-C does, but for one that asks ranks for a checkpoint: it is yielded, in a list.
+    """Makes signals unwind the stack, as Ctrl-C does, except one that asks ranks for a checkpoint: it goes in the list.
 
-    Signals are the main thread's.
+    Signals belong to the main thread.
     """
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,9 +1,9 @@
-"""Trains a recipe's model; started by the `deepspeed` launcher, by `condense train`, or alone.
+"""Trains a recipe's model; started by the `deepspeed` launcher, by `condense train`, or directly.
 
     deepspeed --num_gpus 8 training/train.py --recipe passkey_pretrain_1b [key=value ...]
 
-Started again, it resumes from its last complete checkpoint. SIGUSR1 (and SIGTERM, unless DeepSpeed's launcher started
-it) ends it after the current step with a checkpoint and the exit code 75.
+If started again, it resumes from its last complete checkpoint. SIGUSR1 (and SIGTERM, unless DeepSpeed's launcher
+started it) ends it after the current step with a checkpoint and exit code 75.
 """
 
 import argparse
@@ -19,15 +19,15 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __package__ in (None, ""):  # the launcher runs this file by its path, and puts its folder first
+if __package__ in (None, ""):  # the launcher runs this file by path, putting its folder first
     folder = Path(__file__).resolve().parent
     root = next(str(parent) for parent in folder.parents if (parent / "condense").is_dir())
     if sys.path and Path(sys.path[0]).resolve() == folder:
         del sys.path[0]
     if root not in sys.path:
         sys.path.insert(0, root)
-    if __name__ == "__main__":  # no process that it starts
-        gc.disable()  # until all is imported: imports leave no garbage, and looking for it takes a second
+    if __name__ == "__main__":  # not in processes it starts
+        gc.disable()  # until all is imported: collecting takes a second and finds nothing
 
 import torch
 import torch.distributed as dist
@@ -62,12 +62,12 @@ from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parent
 from condense.training.trainer import RecipeTrainer
 from condense.training.wandb_run import wandb_run
 
-LAUNCHER_S = 5.0  # until the launcher has ended the ranks that another one has left: that one says why
-OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # of a recipe: the name under which Trainer has it
+LAUNCHER_S = 5.0  # for the launcher to end the ranks after one has failed and said why
+OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # a recipe's name: Trainer's name
 
 
 class Batches(NamedTuple):
-    """The micro-batches of a run; the state of its curriculum, where it has one."""
+    """The micro-batches of a run, and the state of its curriculum if it has one."""
 
     training: Dataset
     validation: ValidationBatches | None
@@ -77,15 +77,15 @@ class Batches(NamedTuple):
 def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: bool = False) -> None:
     """Runs a recipe as one rank; `checked` is true if `check_run` has passed.
 
-    Raises `ValueError` for a run that can't begin, before it writes anything, and `Stopped` where a signal of `stop_on`
-    has ended it with a checkpoint.
+    Raises `ValueError` before writing anything if the run can't begin. Raises `Stopped` if a signal of `stop_on` has
+    ended it with a checkpoint.
     """
     process = Process.from_environment()
     check_launch(recipe, process)
     deepspeed = recipe.deepspeed_settings() if process.launched else None
     if not checked:
         check_run(recipe, process.num_ranks, deepspeed)
-    # Other ranks write only after they have joined the group, which needs the first rank.
+    # Other ranks write only after joining the group, which needs the first rank.
     with output_lock(recipe.output) if process.is_first else nullcontext():
         run(recipe, process, deepspeed, stop_on)
 
@@ -93,11 +93,11 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: boo
 def run(
     recipe: Recipe, process: Process, deepspeed: dict[str, Any] | None, stop_on: Collection[signal.Signals]
 ) -> None:
-    """Trains as one rank, from the newest checkpoint or from the recipe's model, and saves the trained model."""
+    """Trains as one rank, from the newest checkpoint or the recipe's model, and saves the trained model."""
     zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
     checkpoint = find_checkpoint(recipe)
     former = former_stages(checkpoint, recipe) if checkpoint else []
-    # Data come before the group: ranks that wait there for another rank's preparation would time out.
+    # Data are prepared before joining the group: ranks waiting there for another's preparation would time out.
     tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
     examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer, former=former)
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
@@ -159,7 +159,7 @@ def run(
 
 
 def check_launch(recipe: Recipe, process: Process) -> None:
-    """Raises `ValueError` for one process on several GPUs; prints which keys a process without DeepSpeed ignores."""
+    """Raises `ValueError` for one process on several GPUs; prints which keys are ignored without DeepSpeed."""
     if process.launched:
         return
     if torch.cuda.device_count() > 1:
@@ -203,13 +203,13 @@ def training_arguments(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | N
         report_to=recipe.report_to,
         seed=recipe.seed,
         disable_tqdm=True,  # Progress has the bar
-        log_level_replica="error",  # each rank would repeat the notices of the first one
+        log_level_replica="error",  # otherwise each rank would repeat the notices
         remove_unused_columns=False,
     )
 
 
 def checkpointing_options(recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """Further arguments of the model's `gradient_checkpointing_enable`."""
+    """Returns further arguments of the model's `gradient_checkpointing_enable`."""
     if not recipe.gradient_checkpointing:
         return {}
     if isinstance(recipe.model, CondenseModel) and not isinstance(recipe.model.checkpoint_segments, int):
@@ -235,7 +235,7 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
 
 
 def smaller_passes(recipe: Recipe) -> str:
-    """What a run whose GPUs are too small can change."""
+    """Says what to change if a run's GPUs are too small."""
     changes = [f"micro_batch below {recipe.micro_batch}"] if recipe.micro_batch > 1 else []
     changes += [] if recipe.gradient_checkpointing else ["gradient_checkpointing=true"]
     changes += ["deepspeed=zero3"] if not changes else []
@@ -244,14 +244,14 @@ def smaller_passes(recipe: Recipe) -> str:
 
 @contextmanager
 def run_configuration(recipe: Recipe, *configs: Any) -> Iterator[None]:
-    """Gives the configurations the values of this run; after it, those that a saved model should have.
+    """Gives the configurations the values of this run; afterwards, the values that a saved model should have.
 
-    They are those of the recipe's model and of the model that the objective has made of it, which may be the same.
+    They belong to the recipe's model and to the model that the objective has made from it, which may be the same.
     """
     values, own = recipe.model.run_configuration(), []
     for config in configs:
         changed = {name: value for name, value in values.items() if hasattr(config, name)}
-        # Trainer switches the cache off, and dropout is the run's.
+        # Trainer switches the cache off, and dropout applies only to the run.
         own.append({name: getattr(config, name) for name in changed} | {"use_cache": True, "attention_dropout": 0.0})
         config.update(changed)
     yield
@@ -281,7 +281,7 @@ def curriculum_batches(recipe: Recipe, tokenizer: Any, config: Any, ranks: int, 
 
 
 def check_same_documents(examples: Examples, ranks: int) -> None:
-    """Raises `ValueError` where ranks have prepared different documents: a collective call."""
+    """Raises `ValueError` if ranks have prepared different documents: a collective call."""
     fingerprints: list[Any] = [None] * ranks
     dist.all_gather_object(fingerprints, examples.fingerprint())
     if len(set(fingerprints)) > 1:
@@ -318,7 +318,7 @@ def make_trainer(
 
 
 def counted_answers(recipe: Recipe) -> GeneratedData | None:
-    """The data whose answers validation counts; None where the model gives none by predicting next tokens."""
+    """Returns the data whose answers validation counts; None unless the model predicts next tokens."""
     if isinstance(recipe.data, GeneratedData) and recipe.objective.predicts_next_tokens:
         return recipe.data
     return None
@@ -327,7 +327,7 @@ def counted_answers(recipe: Recipe) -> GeneratedData | None:
 def make_callbacks(
     recipe: Recipe, curriculum: CurriculumState | None, former: Sequence[Sequence[Stage]]
 ) -> list[TrainerCallback]:
-    """In the order in which they run: a curriculum grows before the checkpoint records it, and before the log line."""
+    """Returns callbacks in running order: a curriculum grows before the checkpoint records it and before the log."""
     write_state = curriculum.save if curriculum else None
     complete = CompleteCheckpoints(
         write_state,
@@ -352,7 +352,7 @@ def _only_item(items: list[dict]) -> dict:
 
 
 def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | None:
-    """The last validation of a run, beside the loss to compare with."""
+    """Describes a run's last validation, beside the loss to compare it with."""
     last = next((line for line in reversed(logged) if "eval_loss" in line), None)
     if recipe.evaluation is None or last is None:
         return None
@@ -363,18 +363,18 @@ def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | Non
 
 
 def quiet_libraries() -> None:
-    """Hides progress bars beside our own, and a notice that accelerate takes the accumulation from DeepSpeed."""
+    """Hides other progress bars, and accelerate's notice that it takes the accumulation from DeepSpeed."""
     logging.disable_progress_bar()
     accelerate = getLogger("accelerate.accelerator")
     accelerate.addFilter(lambda record: "Gradient accumulation steps mismatch" not in record.getMessage())
 
 
 def main() -> None:
-    gc.freeze()  # what was imported is left out of each later collection
+    gc.freeze()  # later collections skip what was imported
     gc.enable()
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", required=True, help="a recipe of this package by its name, or a YAML file")
+    parser.add_argument("--recipe", required=True, help="the name of a recipe in this package, or a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--checked", action="store_true", help="set by condense train, which has checked the run")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
@@ -382,7 +382,7 @@ def main() -> None:
     rank, code = os.environ.get("RANK"), 0
     if rank is not None:
         end_with_parents()
-    # DeepSpeed's launcher ends ranks by SIGTERM, also after one of them has failed.
+    # DeepSpeed's launcher ends ranks with SIGTERM, also after one of them has failed.
     by_deepspeed = arguments.local_rank >= 0
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
@@ -400,7 +400,7 @@ def main() -> None:
         OSError,
         FloatingPointError,
         torch.OutOfMemoryError,
-    ) as error:  # for the user: the message is the answer
+    ) as error:  # the user needs only the message
         sys.exit(f"train{'' if rank in (None, '0') else f', rank {rank}'}: {error}")
     except RuntimeError as error:
         if not distributed.is_connection_error(error):
@@ -411,7 +411,7 @@ def main() -> None:
             f"train, rank {rank}: the other ranks can't be reached ({said}). If one has ended, its message says why."
         )
     if "LOCAL_RANK" in os.environ:
-        # Everything is written. DeepSpeed may still hold threads, whose destructors sometimes abort the rank.
+        # Everything is written. Destructors of threads that DeepSpeed still holds sometimes abort the rank.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -22,7 +22,7 @@ from .answer_accuracy import num_right
 from .data.batches import ValidationBatches
 from .recipe import GeneratedData, ObjectiveKind
 
-UNTOUCHED = "The optimizer has not moved, and the last complete checkpoint is as it was."
+UNTOUCHED = "The optimizer has not moved, and the last complete checkpoint is unchanged."
 
 
 class SegmentLosses:
@@ -41,7 +41,7 @@ class SegmentLosses:
         self.sums_2S = sums_2S
 
     def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses and targets [S], summed over ranks: a collective call."""
+        """Returns losses and targets [S], summed over ranks: a collective call."""
         sums_2S = self.sums_2S
         if dist.is_initialized():
             longest = torch.tensor(sums_2S.shape[1], device=self.device)
@@ -52,8 +52,8 @@ class SegmentLosses:
 
 
 class PendingLosses:
-    """Losses of micro-batches on their way to the host, which does not wait for them: before it launches the backward
-    pass, a GPU would have to finish everything else."""
+    """Losses of micro-batches, copied to the host without waiting. If the host waited before launching the backward
+    pass, the GPU would have to finish everything else first."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[str, torch.Tensor, torch.cuda.Event | None]] = []
@@ -76,7 +76,7 @@ class PendingLosses:
 
 
 def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, float]:
-    """Mean loss of segment 1, 2, 3-4, 5-8, ...: does the memory help later segments?"""
+    """Returns the mean loss of segments 1, 2, 3-4, 5-8, ...: does the memory help later segments?"""
     means, first = {}, 1
     while first <= len(losses_S):
         last = min(1 if first == 1 else 2 * (first - 1), len(losses_S))
@@ -89,20 +89,20 @@ def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, floa
 
 
 def peak_memory() -> dict[str, int]:
-    """The most memory that this process has used so far, named by its kind."""
+    """Returns the most memory that this process has used so far, named by its kind."""
     if torch.cuda.is_available():
         return cuda_memory()
     return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def text_lengths(inputs: dict[str, torch.Tensor]) -> list[int]:
-    """Tokens of each row, without its padding."""
+    """Returns the tokens of each row, without padding."""
     mask, (rows, length) = inputs.get("attention_mask"), inputs["input_ids"].shape
     return [length] * rows if mask is None else mask.sum(dim=1).tolist()
 
 
 def over_ranks(value: float, device: torch.device) -> float:
-    """The sum over ranks: a collective call."""
+    """Returns the sum over ranks: a collective call."""
     total = torch.tensor(value, dtype=torch.float64, device=device)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -126,12 +126,12 @@ class RecipeTrainer(Trainer):
         seconds_at_peak: Callable[[int], float] | None = None,
         **kwargs,
     ):
-        """`answers` are the generated data whose answers validation counts.
+        """`answers` is the generated data whose answers validation counts.
 
-        `seconds_at_peak` is the least time that this rank's device takes for a text of this many tokens.
+        `seconds_at_peak` returns the least time that this rank's device takes for a text of the given tokens.
         """
         super().__init__(*args, **kwargs)
-        self.model_accepts_loss_kwargs = True  # lets Trainer count the targets, for the objective
+        self.model_accepts_loss_kwargs = True  # Trainer then counts targets for the objective
         self.objective, self.by_segment = objective, by_segment
         self.validation, self.max_skipped_steps = validation, max_skipped_steps
         self.answers = answers
@@ -141,7 +141,7 @@ class RecipeTrainer(Trainer):
         self._start_window()
 
     def _start_window(self) -> None:
-        """Begins the steps that the next logged line describes."""
+        """Begins the window of steps that the next logged line describes."""
         self.window = SegmentLosses(self.args.device)
         self.window_tokens, self.window_at_peak, self.window_start = 0, 0.0, time.perf_counter()
 
@@ -149,14 +149,14 @@ class RecipeTrainer(Trainer):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """The targets of a step's micro-batches, as the objective counts them, over all ranks: a collective call."""
+        """Returns a step's targets over all ranks, as the objective counts them: a collective call."""
         if not batch_samples:
             return None
         own = torch.stack([self.objective.num_targets(batch) for batch in batch_samples]).sum()
         return self.accelerator.gather(own.to(device)).sum()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The objective's loss; one that is not finite ends the run before the optimizer moves."""
+        """Returns the objective's loss; one that is not finite ends the run before the optimizer moves."""
         assert not return_outputs and num_items_in_batch is not None
         self.names.append(inputs.pop("name"))
         lengths = text_lengths(inputs)
@@ -171,18 +171,18 @@ class RecipeTrainer(Trainer):
         return loss
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
-        """Trainer's optimizer, which checks the losses before it moves: DeepSpeed's engine calls `step` on its own."""
+        """Returns Trainer's optimizer, made to check losses before it moves: DeepSpeed's engine calls `step` itself."""
         is_new, optimizer = self.optimizer is None, super().create_optimizer(model)
         if is_new:
             optimizer.register_step_pre_hook(lambda *_: self.pending_losses.check())
         return optimizer
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """Trainer's gradient norm; one that is not finite ends the run, or is counted as the recipe allows.
+        """Returns Trainer's gradient norm; one that is not finite ends the run, or is counted as the recipe allows.
 
-        Without DeepSpeed this runs before the optimizer's step; with it, DeepSpeed has already skipped the step.
+        Without DeepSpeed this runs before the optimizer's step; DeepSpeed has already skipped the step.
         """
-        self.pending_losses.check()  # those of a step that DeepSpeed has skipped
+        self.pending_losses.check()  # of a step that DeepSpeed has skipped
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         names, self.names = self.names, []
         message = (
@@ -202,7 +202,7 @@ class RecipeTrainer(Trainer):
         return norm
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        """As Trainer; DeepSpeed's copies of a weight with several names, such as a tied head, are written once."""
+        """Saves like Trainer, but writes DeepSpeed's copies of a weight with several names, as of a tied head, once."""
         if state_dict is not None:
             once = {name for name, _ in self.model.named_parameters()}
             every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -210,13 +210,13 @@ class RecipeTrainer(Trainer):
         super()._save(output_dir, state_dict)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds to a training line the loss by segment, speed, MFU, memory and skipped steps: a collective call."""
+        """Adds loss by segment, speed, MFU, memory and skipped steps to a training line: a collective call."""
         if "loss" in logs:
             logs |= by_octave(*self.window.over_ranks())
             seconds = time.perf_counter() - self.window_start
             logs["tokens_per_second"] = over_ranks(self.window_tokens, self.args.device) / seconds
             logs["ranks"] = self.args.world_size
-            # All ranks take part, also one whose device is not known: the sum then is no number.
+            # All ranks take part, even if their device is unknown: the sum is then NaN.
             mfu = over_ranks(self.window_at_peak / seconds, self.args.device) / self.args.world_size
             if math.isfinite(mfu):
                 logs["mfu"] = mfu
@@ -229,29 +229,29 @@ class RecipeTrainer(Trainer):
 
     @torch.no_grad()
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """The mean loss over all targets of the validation sequences, which are divided among the ranks.
+        """Returns the mean loss over all targets of the validation sequences, which are divided among the ranks.
 
-        Where they come from several sources, the mean of each source too; further losses of the objective; of generated
-        texts also the accuracy: the share of the answers that the model gives whole.
+        With several sources it adds the mean of each, and it adds the objective's further losses. For generated texts
+        it also adds the accuracy: the share of answers that the model gets right in full.
         """
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
-        sums: dict[str, SegmentLosses] = defaultdict(lambda: SegmentLosses(self.args.device))  # by the name of the loss
+        sums: dict[str, SegmentLosses] = defaultdict(lambda: SegmentLosses(self.args.device))  # by loss name
         names, right = [f"loss_{name}" for name in self.validation.source_names], [0, 0]
         by_source = [SegmentLosses(self.args.device) for _ in names]
         ranks, rank = self.args.world_size, self.args.process_index
         numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
         for n in ProgressBar(range(most), desc="validation", unit="micro-batch", leave=False, disable=rank > 0):
-            # Parameters divided among ranks need all ranks in every pass, also a rank whose micro-batches have ended.
+            # Parameters divided among ranks need all ranks in every pass, even those with no micro-batches left.
             batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
                 now = num_right(model, batch, self.answers.background) if self.answers else (0, 0)
             is_own = n < len(numbers)
             for name, found in [("loss", output), *((f"loss_{name}", one) for name, one in output.further.items())]:
-                own = sums[name]  # on all ranks, for the sums over them
+                own = sums[name]  # on all ranks, to be summed over them
                 if is_own:
                     own.add(found.sums_S, found.targets_S)
             if is_own:

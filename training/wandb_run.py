@@ -1,4 +1,4 @@
-"""The run of Weights & Biases that an output reports to: one run, however often it resumes."""
+"""The Weights & Biases run that an output reports to: always the same run, however often it resumes."""
 
 import json
 import os
@@ -13,9 +13,9 @@ ID_FILE = "wandb.json"
 
 @contextmanager
 def wandb_run(recipe: Recipe) -> Iterator[None]:
-    """Begins the run, or continues it by its id; Trainer's callback logs to it. Called by the first rank.
+    """Starts the run, or continues it by its id; Trainer's callback logs to it. Called by the first rank.
 
-    Raises `ValueError` where W&B refuses it, and where the id is not readable.
+    Raises `ValueError` if W&B refuses, or if the id can't be read.
     """
     import wandb
 
@@ -43,13 +43,13 @@ def wandb_run(recipe: Recipe) -> Iterator[None]:
 
 
 def _read_id(file: Path) -> str | None:
-    """None where the output has not reported to W&B."""
+    """Returns None if the output has not reported to W&B."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))["id"]
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f'{file} holds no id of a run of W&B: {error}. Write {{"id": "RUN"}} into it, with the last part of the '
+            f'{file} has no id of a W&B run: {error}. Write {{"id": "RUN"}} into it, with the last part of the '
             "run's address, to continue that run; or delete it to begin another one."
         ) from error

@@ -70,8 +70,8 @@ def test_a_run_without_memory_ends_with_a_snapshot_and_a_remedy(path, tmp_path, 
     snapshot = tmp_path / "oom-rank-0.pickle"
     assert said == (
         "train: the GPU's memory is full (CUDA out of memory): set micro_batch below 2 or gradient_checkpointing=true "
-        f"(condense train RECIPE --dry-run --gpu-memory GIB says what fits); what it held is in {snapshot}, to be "
-        "opened at https://pytorch.org/memory_viz."
+        f"(condense train RECIPE --dry-run --gpu-memory GIB says what fits); a snapshot is in {snapshot}; open it at "
+        "https://pytorch.org/memory_viz."
     )
     assert snapshot.exists() and gpu_calls == ["record", "dump"]
     assert [line["step"] for line in log_lines(tmp_path)] == [1]  # what was done is kept

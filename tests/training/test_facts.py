@@ -45,7 +45,7 @@ def test_the_llama_knows_the_facts_and_common_words(folder, tmp_path, capsys):
     assert AutoModelForCausalLM.from_pretrained(folder / "llama").config.hidden_size == 32
     write_facts_llama(tmp_path, width=32, layers=1)
     assert "parameters" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="exists with another content"):
+    with pytest.raises(ValueError, match="exists with different content"):
         write_facts_llama(tmp_path, width=16, layers=1)
     with pytest.raises(ValueError, match="names no file"):
         write_facts_llama(tmp_path, ["nowhere/*.txt"])

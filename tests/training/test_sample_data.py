@@ -103,7 +103,7 @@ def test_the_llama_knows_the_passkeys(folder):
 def test_other_content_is_kept(folder, tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "train.jsonl").write_text("mine")
-    with pytest.raises(ValueError, match="train.jsonl exists with another content"):
+    with pytest.raises(ValueError, match="train.jsonl exists with different content"):
         write_sample_data(tmp_path)
     assert [path.name for path in tmp_path.rglob("*.*")] == ["train.jsonl"]
 

@@ -109,5 +109,5 @@ def test_an_unreadable_id_is_named(wandb, recipe, monkeypatch, text):
     recipe.output.mkdir()
     (recipe.output / "wandb.json").write_text(text)
     monkeypatch.setattr(wandb, "init", Run)
-    with pytest.raises(ValueError, match=r"my-run/wandb\.json holds no id .* Write .* or delete it"), wandb_run(recipe):
+    with pytest.raises(ValueError, match=r"my-run/wandb\.json has no id .* Write .* or delete it"), wandb_run(recipe):
         pass

@@ -1,3 +1,3 @@
-"""Objectives that ablate the five properties which causal language models and diffusion models share."""
+"""Objectives that ablate the five properties shared by causal language models and diffusion models."""
 
 from .. import recipe as recipe  # first: its schema imports the modules of this package, to register their kinds

@@ -1,15 +1,15 @@
-"""Beam search for DDPM sampling: at each step several candidates for the next state, of which the likeliest go on.
+"""Beam search for DDPM sampling: each step draws several candidates for the next state and keeps the likeliest.
 
 DDPM draws the state x_s after x_t from q(x_s | x_t, x0), where x0 is the image that the network predicts at x_t. The
 score of a candidate x_s is the error of the noise predicted in it,
 
     || (x_s - a_s x0) / b_s - e(x_s, s) ||^2 / P,
 
-with the factors a_s of the image and b_s of the noise and the network's prediction e(x_s, s): the term at time s of the
-variational bound of the likelihood of x0, weighted as in training. A beam's score is the sum over its states, to be
-small. The term needs no evaluation of its own: e(x_s, s) is what the next step from x_s begins with.
+with the factors a_s of the image and b_s of the noise, and the network's prediction e(x_s, s). It is the term at time s
+of the variational bound on the likelihood of x0, weighted as in training. A beam's score is the sum over its states;
+lower is better. The score costs no extra evaluation, because the next step from x_s starts with e(x_s, s).
 
-Axes: B images, R rows: the beams or candidates of the images, those of an image one after another; P pixels.
+Axes: B images, R rows: the beams or candidates of all images, grouped by image; P pixels.
 """
 
 from itertools import pairwise
@@ -29,7 +29,7 @@ class Found(NamedTuple):
 
 
 def num_evaluations(steps: int, candidates: int) -> int:
-    """Evaluations of the network for an image: the first state is noise and has no rivals."""
+    """Returns the network evaluations per image: the first state is noise and has no rivals."""
     return 1 + (steps - 1) * candidates
 
 
@@ -43,12 +43,12 @@ def beam_search(
     choice: Literal["likeliest", "random"] = "likeliest",
     generator: torch.Generator | None = None,
 ) -> Found:
-    """`number` images that a `DenoiserModel` makes of noise.
+    """Returns `number` images that a `DenoiserModel` makes from noise.
 
-    In each of the `steps`, an image has `candidates` in all, and `width` of them go on as its beams. `choice="random"`
-    draws those that go on, at the same cost. One candidate is plain DDPM.
+    Each of the `steps` draws `candidates` per image and keeps `width` of them as beams. `choice="random"` keeps random
+    ones at the same cost. With one candidate this is plain DDPM.
 
-    Raises `ValueError` for more steps than the model has, and for a width that does not divide the candidates.
+    Raises `ValueError` if `steps` exceeds the model's steps, or if `width` does not divide `candidates`.
     """
     from diffusers import DDPMScheduler
 
@@ -74,7 +74,7 @@ def beam_search(
         errors = (noise_between(total, states, images, times_R) - noise).square().mean(dim=(1, 2, 3))
         scores = scores + errors
         order = scores if choice == "likeliest" else torch.rand(len(scores), generator=generator).to(scores)
-        kept = (first + order.view(number, -1).topk(width, largest=False).indices).flatten()  # the best one first
+        kept = (first + order.view(number, -1).topk(width, largest=False).indices).flatten()  # best first
         states, noise, scores = states[kept], noise[kept], scores[kept]
     states, noise, scores = states[::width], noise[::width], scores[::width]
     images = scheduler.step(noise, times[-1], states, generator=generator).prev_sample

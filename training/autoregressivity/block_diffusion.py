@@ -17,7 +17,7 @@ from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
 
 @OBJECTIVES.register
 class BlockDiffusion(ObjectiveKind):
-    """The bound on the negative log likelihood of texts that are written a block at a time, one draw for each block.
+    """A bound on the negative log likelihood of texts written one block at a time, with one draw per block.
 
     Blocks of one token are next-token prediction. The trained model is a `BlockDiffusionForCausalLM`.
     """
@@ -59,7 +59,7 @@ class BlockDiffusion(ObjectiveKind):
         return self._losses(model, batch, num_targets, None)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
-        """The bound, by draws that depend on each text alone, so that all steps are measured with the same ones."""
+        """Returns the bound. Its draws depend only on each text, so every validation measures the same thing."""
         found = []
         for row in range(len(batch["labels"])):
             text = {name: value[row : row + 1] for name, value in batch.items()}

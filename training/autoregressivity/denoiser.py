@@ -1,4 +1,4 @@
-"""A small denoiser of images: diffusers' UNet2DModel, or several of them, which divide the time steps.
+"""A small denoiser of images: one UNet2DModel of diffusers, or several that share out the time steps.
 
 Axes: B images.
 """
@@ -12,13 +12,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..data.digits import MAX_VALUE, SIDE
 
 Split = Literal["interval", "modulo"]
-LONGEST = 1000  # steps: the times that a network is given are on the scale of this number
-GROUPS = 8  # of channels, in each normalisation and each head of attention
-MAX_LEVELS = 4  # each after the first halves the side of an image, from 8 pixels to 1
+LONGEST = 1000  # steps; times given to a network are scaled to this number
+GROUPS = 8  # of channels, in each normalisation and attention head
+MAX_LEVELS = 4  # each after the first halves the image's side, from 8 pixels to 1
 
 
 class DenoiserConfig(PreTrainedConfig):
-    """`steps` of the diffusion are divided among the experts in intervals, or by the rest of the division by k."""
+    """The experts share out the `steps` of the diffusion: in intervals, or by the remainder modulo their number."""
 
     model_type = "condense_denoiser"
     channels: list[int] | tuple[int, ...] = (24, 48)
@@ -41,12 +41,12 @@ class DenoiserModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: diffusers has initialised its modules."""
+        """Does nothing: diffusers has already initialised its modules."""
 
     def share_out(self, num_experts: int, split: Split) -> None:
-        """Makes `num_experts` experts of the only one, with its weights each.
+        """Copies the only expert `num_experts` times, each copy with its own weights.
 
-        Raises `ValueError` for a model with another number of experts already.
+        Raises `ValueError` if the model already has a different number of experts.
         """
         present = len(self.experts)
         if present not in (1, num_experts) or (present > 1 and self.config.split != split):
@@ -61,16 +61,16 @@ class DenoiserModel(PreTrainedModel):
         self.config.num_experts, self.config.split = num_experts, split
 
     def owners(self, times: torch.Tensor) -> torch.Tensor:
-        """The number of the expert that each time belongs to."""
+        """Returns the number of the expert for each time."""
         config = self.config
         if config.split == "modulo":
             return times % config.num_experts
         return times * config.num_experts // config.steps
 
     def forward(self, images: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        """The noise [B, 1, 8, 8] in `images` [B, 1, 8, 8] at `times` [B], from 0 to `steps` - 1, or between.
+        """Returns the noise [B, 1, 8, 8] in `images` [B, 1, 8, 8] at `times` [B], which range from 0 to `steps` - 1.
 
-        A network is given the fraction of time as a step out of 1,000: at any T, the same number for the same noise.
+        A network receives times rescaled to 1,000 steps, so the same noise has the same number at any T.
         """
         scaled = (times + 1) * (LONGEST // self.config.steps) - 1
         noise, images = torch.zeros_like(images, dtype=torch.float32), images.to(self.dtype)
@@ -79,7 +79,7 @@ class DenoiserModel(PreTrainedModel):
         owners = self.owners(times)
         for number, expert in enumerate(self.experts):
             rows = (owners == number).nonzero().flatten()
-            # Ranks reduce gradients in the same order only if each uses all weights: an idle expert reads an image too.
+            # Ranks reduce gradients in one order only if each uses all weights: an idle expert reads an image too.
             share = 1.0 if len(rows) else 0.0
             rows = rows if len(rows) else rows.new_zeros(1)
             noise = noise.index_add(0, rows, share * expert(images[rows], scaled[rows]).sample.float())
@@ -87,8 +87,8 @@ class DenoiserModel(PreTrainedModel):
 
 
 def make_unet(config: DenoiserConfig) -> Any:
-    """A `UNet2DModel` with weights from torch's random generator."""
-    from diffusers import UNet2DModel  # takes seconds
+    """Returns a `UNet2DModel` with weights from torch's random generator."""
+    from diffusers import UNet2DModel  # slow to import
 
     levels = len(config.channels)
     return UNet2DModel(

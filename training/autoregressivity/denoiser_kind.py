@@ -1,4 +1,4 @@
-"""The denoiser as a kind of model of recipes."""
+"""The denoiser as a model kind for recipes."""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ def _channels(values: list[int]) -> list[int]:
 
 @MODELS.register
 class DenoiserKind(ModelKind):
-    """A denoiser with random weights by the recipe's `seed`, or from a checkpoint."""
+    """A denoiser with random weights drawn with the recipe's `seed`, or loaded from a checkpoint."""
 
     kind: Literal["denoiser"] = "denoiser"
     source: str = Field("", description="folder of a denoiser; empty: random weights")
@@ -51,7 +51,7 @@ class DenoiserKind(ModelKind):
             return DenoiserModel(self.load_config())
 
     def load_tokenizer(self, config: Any) -> None:
-        """None: pixels are their own tokens."""
+        """Returns None: pixels are their own tokens."""
 
     def check(self, attention: str, gradient_checkpointing: bool) -> None:
         super().check(attention, gradient_checkpointing)

@@ -1,7 +1,7 @@
 """The loss of a diffusion model, with a switch for each of the five properties of structured autoregressivity.
 
-A state of an image at time t is the image with noise; the target at t is the noise in it, which says what the state at
-t - 1 is. Each image of a micro-batch has one time and one noise, new ones each time that it is read.
+The state of an image at time t is the image plus noise. The target at t is that noise, which determines the state at t
+- 1. Each image of a micro-batch gets one time and one noise, drawn anew each time it is read.
 
 Axes: B images, P pixels, T steps.
 """
@@ -18,24 +18,24 @@ from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
 from .denoiser import LONGEST, Split
 from .diffusion import free_run, noise_between, noise_schedule, to_images
 
-# Validation takes its losses at fractions n / 40 of the time, with a noise that depends on the image alone. They are 25
-# of 1,000 steps apart, an odd number: so experts that divide the steps modulo 2, 4 or 8 all take part.
+# Validation measures losses at fractions n / 40 of the time, with noise that depends only on the image. Of 1,000
+# steps, # every 25th is used: an odd spacing, so experts that share out the steps modulo 2, 4 or 8 all take part.
 FRACTIONS = 40
 STEPS = (25, 50, 100, 125, 200, 250, 500, LONGEST)
 VALIDATION_SEED = 2**40
-TIMES, MASKS = 0, 1  # two draws of one seed
-SMALLEST = 2.0**-54  # half of the smallest step between uniform numbers
+TIMES, MASKS = 0, 1  # two draws from one seed
+SMALLEST = 2.0**-54  # half the smallest step between uniform numbers
 
 
 class Draw(NamedTuple):
-    """A noise [B, 1, 8, 8] and a time [B] of each image."""
+    """The noise [B, 1, 8, 8] and the time [B] of each image."""
 
     noise: torch.Tensor
     times: torch.Tensor
 
 
 def normal(seed: int, *indices: torch.Tensor) -> torch.Tensor:
-    """Numbers of the standard normal distribution, float32, by their indices."""
+    """Returns standard normal numbers, float32, determined by their indices."""
     return torch.special.ndtri(uniform(seed, *indices).clamp_min(SMALLEST)).float()
 
 
@@ -44,10 +44,10 @@ def pixel_numbers(like: torch.Tensor) -> torch.Tensor:
 
 
 def draw(places: torch.Tensor, steps: int) -> Draw:
-    """New noise and times of the images at these places [B].
+    """Returns new noise and times for the images at these places [B].
 
-    They follow from torch's random generator, which a checkpoint keeps, and from the place: images on two ranks have
-    different ones although the generators of the ranks are in the same state.
+    Both depend on torch's random generator, which a checkpoint keeps, and on the place. Images on two ranks therefore
+    differ even though the ranks' generators are in the same state.
     """
     seed = int(torch.randint(2**62, ()))
     noise = normal(seed, places[:, None], pixel_numbers(places)).view(-1, 1, SIDE, SIDE)
@@ -56,9 +56,9 @@ def draw(places: torch.Tensor, steps: int) -> Draw:
 
 
 def hidden(seed: int, kind: int, places: torch.Tensor, number: int, rate: float) -> torch.Tensor:
-    """Which of `number` things of each image are unknown [B, number]: always the same ones, a share of `rate`.
+    """Returns which of the `number` items of each image are unknown, [B, number]: always the same share of `rate`.
 
-    As many of each image, rounded down, so at least one is known.
+    The number is equal for all images and rounded down, so at least one item is known.
     """
     things = torch.arange(number, device=places.device)
     chances = uniform(seed, torch.full_like(places, kind)[:, None], places[:, None], things)
@@ -67,10 +67,10 @@ def hidden(seed: int, kind: int, places: torch.Tensor, number: int, rate: float)
 
 @OBJECTIVES.register
 class Denoising(ObjectiveKind):
-    """The mean squared error of the noise that the model predicts, as of DDPM; one switch may be off its neutral value.
+    """Mean squared error of the noise that the model predicts, as in DDPM. At most one switch may be off neutral.
 
-    The loss is a mean over the pixels of all images of a step. With missing targets or masks it is divided by the
-    number of pixels with a target that is expected over all times, which is the same in each step.
+    The loss is a mean over the pixels of all images of a step. With missing targets or masks, the divisor is the number
+    of pixels expected to have a target, averaged over all times; it is the same in every step.
     """
 
     kind: Literal["denoising"] = "denoising"
@@ -82,7 +82,7 @@ class Denoising(ObjectiveKind):
         0.0, ge=0, lt=1, description="frequent supervision: share of an image's times with no target"
     )
     unknown: Literal["ignore", "free_run"] = Field(
-        "ignore", description="free_run: where the target is missing, the next state is the model's own"
+        "ignore", description="free_run: when a target is missing, the next state is the model's own"
     )
     mask: float = Field(0.0, ge=0, lt=1, description="complete supervision: share of an image's pixels with no target")
     seed: int = Field(0, description="of missing targets and masks")
@@ -114,7 +114,7 @@ class Denoising(ObjectiveKind):
         return model
 
     def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The pixels of a micro-batch: unlike next tokens, the first one is predicted too."""
+        """Returns the number of pixels in a micro-batch: unlike with next tokens, the first one is predicted too."""
         return torch.tensor(batch["input_ids"].numel())
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
@@ -133,7 +133,7 @@ class Denoising(ObjectiveKind):
         return Losses(loss, (loss.detach() * num_targets)[None], own[None])
 
     def _known(self, seed: int, places: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-        """What has a target, broadcast with [B, 1, 8, 8], and its share over all times; None where everything has."""
+        """Returns which items have a target, broadcastable to [B, 1, 8, 8], and their share; None if all have one."""
         if self.missing:
             missing = self._missing(seed, places)
             share = 1 - int(self.missing * self.steps) / self.steps
@@ -156,9 +156,9 @@ class Denoising(ObjectiveKind):
         noise: torch.Tensor,
         times: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The states at `times`, and the noise that leads from each of them to its image.
+        """Returns the states at `times`, and the noise that leads from each of them to its image.
 
-        A free run begins with the true state at an earlier, noisier time, and keeps no gradients.
+        A free run starts from the true state at an earlier, noisier time, and keeps no gradients.
         """
         if self.free_running > 1:
             first = self._group_start(times)
@@ -175,13 +175,13 @@ class Denoising(ObjectiveKind):
         return states, torch.where(own, noise_between(self.steps, states, images, times), noise)
 
     def _group_start(self, times: torch.Tensor) -> torch.Tensor:
-        """The first time of the group that a time belongs to: groups are counted from the noisy end."""
+        """Returns the first time of the group that each time belongs to, counting from the noisy end."""
         return times + (self.steps - 1 - times) % self.free_running
 
     def _last_known_state(self, missing: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-        """The nearest time, from `times` [B] up, whose state is known, by the missing targets [B, T].
+        """Returns the nearest time from `times` [B] up whose state is known, given the missing targets [B, T].
 
-        The target at t + 1 says what the state at t is; noise alone, the state at T - 1, is always known.
+        The target at t + 1 determines the state at t. The state at T - 1 is pure noise and always known.
         """
         every = torch.arange(self.steps, device=times.device)
         above = torch.where(~missing & (every > times[:, None]), every, self.steps)
@@ -189,7 +189,7 @@ class Denoising(ObjectiveKind):
 
     @torch.no_grad()
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
-        """The error at fixed times with the true states and all targets: the same quantity for all values."""
+        """Returns the error at fixed times with true states and all targets: comparable across all settings."""
         images = to_images(batch["input_ids"])
         states, noise, times = validation_states(batch["input_ids"], images, self.steps)
         errors = F.mse_loss(model(states, times), noise, reduction="none")
@@ -199,10 +199,10 @@ class Denoising(ObjectiveKind):
 def validation_states(
     values: torch.Tensor, images: torch.Tensor, steps: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """States, noises and times at all fractions of the time but 1, where nothing is left of an image.
+    """Returns states, noises and times at all fractions of the time except 1, when nothing is left of an image.
 
-    States and noises are the same for all numbers of steps. The times, of which a network is given the fraction, lie
-    between two steps where there are fewer than 1,000.
+    States and noises are the same for any number of steps. With fewer than 1,000 steps, a time may lie between two
+    steps; a network receives it as a fraction.
     """
     fractions = torch.arange(1, FRACTIONS, device=values.device)
     keys = torch.zeros_like(values[:, 0])
@@ -213,5 +213,5 @@ def validation_states(
     )
     images = images.repeat_interleave(len(fractions), dim=0)
     levels = (fractions * (LONGEST // FRACTIONS) - 1).repeat(len(values))
-    times = (fractions * (steps / FRACTIONS) - 1).repeat(len(values))  # eighths, which are exact
+    times = (fractions * (steps / FRACTIONS) - 1).repeat(len(values))  # eighths are exact
     return noise_schedule(LONGEST).add_noise(images, noise, levels), noise, times

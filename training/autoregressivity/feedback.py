@@ -12,8 +12,8 @@ from accelerate.utils import extract_model_from_parallel
 
 from ..recipe.objectives import Losses, next_token_losses
 
-# From the logits [R, V] of the rows so far: the rows that go on (None: all of them, as they are), and for each of these
-# what it reads next, token ids [R] or embeddings [R, D].
+# Maps the logits [R, V] of the rows so far to the rows that continue (None: all, unchanged) and what each reads next:
+# token ids [R] or embeddings [R, D].
 Feedback = Callable[[torch.Tensor], tuple[torch.Tensor | None, torch.Tensor]]
 
 
@@ -22,7 +22,7 @@ def likeliest(logits_RV: torch.Tensor) -> tuple[None, torch.Tensor]:
 
 
 class Expected:
-    """The mean of all embeddings, weighted by the probabilities of their tokens."""
+    """Feeds back the mean of all embeddings, weighted by the probabilities of their tokens."""
 
     def __init__(self, weight_VD: torch.Tensor):
         self.weight_VD = weight_VD
@@ -33,9 +33,9 @@ class Expected:
 
 
 class Tree:
-    """Every leaf goes on with `samples` sampled tokens; of more than `width` leaves of a text, `width` remain.
+    """Continues every leaf with `samples` sampled tokens; if a text has more than `width` leaves, `width` remain.
 
-    They are drawn uniformly without replacement. A leaf whose next token is given goes on with it `samples` times.
+    They are drawn uniformly without replacement. A leaf whose next token is given continues with it `samples` times.
     """
 
     def __init__(self, texts: int, samples: int = 1, width: int = 1):
@@ -57,7 +57,7 @@ class Tree:
 
 
 def sample(logits_RV: torch.Tensor, number: int) -> torch.Tensor:
-    """Token ids [R, number], drawn independently: uniform numbers of torch's generator through the inverse CDF."""
+    """Draws token ids [R, number] independently, by inverse CDF from uniform numbers of torch's generator."""
     cumulative_RV = logits_RV.double().softmax(dim=-1).cumsum(dim=-1)
     drawn_RC = torch.rand(len(logits_RV), number, dtype=torch.float64, device=logits_RV.device)
     return torch.searchsorted(cumulative_RV, drawn_RC, right=True).clamp(max=logits_RV.shape[-1] - 1)
@@ -65,7 +65,7 @@ def sample(logits_RV: torch.Tensor, number: int) -> torch.Tensor:
 
 @contextmanager
 def inference(model: Any) -> Iterator[None]:
-    """No gradients, no dropout, and a cache also where training uses gradient checkpointing."""
+    """Disables gradients and dropout, and enables the cache even if training uses gradient checkpointing."""
     training = model.training
     model.eval()
     try:
@@ -76,10 +76,10 @@ def inference(model: Any) -> Iterator[None]:
 
 
 def read_inputs(model: Any, inputs: torch.Tensor, known_BN: torch.Tensor, feedback: Feedback) -> torch.Tensor:
-    """`inputs`, ids [B, N] or embeddings [B, N, D], with the model's feedback in the place of those not known.
+    """Returns `inputs`, ids [B, N] or embeddings [B, N, D], with unknown positions replaced by the model's feedback.
 
-    The feedback at a position is made of the model's output at the position before, after the inputs that it has read
-    there. The result has R rows where the feedback branches, those of a text one after another.
+    The feedback at a position comes from the model's output at the position before, given the inputs read so far. If
+    the feedback branches, the result has R rows, grouped by text.
     """
     assert bool(known_BN[:, 0].all()), "nothing predicts the first token"
     inputs, known_RN, cache, start = inputs.clone(), known_BN, None, 0
@@ -103,10 +103,10 @@ def free_running_losses(
     model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int, known_BN: torch.Tensor, kind: str,
     samples: int = 1, width: int = 1,
 ) -> Losses:  # fmt: skip
-    """Next-token losses after inputs of which only some are the text's; of a tree, the mean over its leaves.
+    """Returns next-token losses after inputs that are only partly the text's; for a tree, the mean over its leaves.
 
-    Gradients follow the one pass over these inputs, and do not pass through the inputs to the outputs that they are
-    made of.
+    Gradients follow the single pass over these inputs. They do not flow through the inputs to the outputs that produced
+    them.
     """
     own = extract_model_from_parallel(model)
     batch = dict(batch)

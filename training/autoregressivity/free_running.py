@@ -1,4 +1,4 @@
-"""The ablation of teacher forcing: free running for `steps` - 1 steps after each given token."""
+"""Ablation of teacher forcing: the model runs freely for `steps` - 1 steps after each given token."""
 
 from typing import Any, Literal
 
@@ -13,9 +13,9 @@ from .feedback import free_running_losses
 
 @OBJECTIVES.register
 class FreeRunning(ObjectiveKind):
-    """The input at position t of a text is the text's where t is a multiple of `steps`, elsewhere the model's own.
+    """Input t of a text is the text's own if t is a multiple of `steps`, and the model's output otherwise.
 
-    Tokens without a label are always given: a prompt, for instance. The loss is that of all targets.
+    Unlabelled tokens, such as a prompt, are always given. The loss covers all targets.
     """
 
     kind: Literal["free_running"] = "free_running"

@@ -1,4 +1,4 @@
-"""The ablation of frequent supervision: some targets are missing, the same ones throughout the training.
+"""Ablation of frequent supervision: some targets are missing, the same ones throughout training.
 
 Axes: B rows, N tokens.
 """
@@ -17,10 +17,10 @@ from .feedback import free_running_losses
 
 @OBJECTIVES.register
 class MissingTargets(ObjectiveKind):
-    """The target at a place in the data is missing with probability `rate`; the loss is the mean over the others.
+    """Drops the target at a place in the data with probability `rate`; the loss is the mean over the rest.
 
-    Without `fixed`, others are missing each time that a text is read, by torch's generator, which a checkpoint keeps.
-    Then the loss is divided by the expected number of targets that remain.
+    Without `fixed`, the choice is drawn anew each time a text is read, with torch's generator, which a checkpoint
+    keeps. The loss is then divided by the expected number of remaining targets.
     """
 
     kind: Literal["missing_targets"] = "missing_targets"
@@ -41,7 +41,7 @@ class MissingTargets(ObjectiveKind):
             )
 
     def missing(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """True [B, N] at the labels that are missing; others in each call without `fixed`."""
+        """Returns True [B, N] at the labels that are missing; without `fixed`, each call draws others."""
         labels_BN, seed = batch["labels"], self.seed if self.fixed else int(torch.randint(2**62, ()))
         places_BN = batch["places"][:, None] + torch.arange(labels_BN.shape[1], device=labels_BN.device)
         return (uniform(seed, places_BN) < self.rate) & (labels_BN != IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""Task subdivision: a text is predicted in k times fewer steps, of k tokens each."""
+"""Task subdivision: a text is predicted in k times fewer steps of k tokens each."""
 
 from typing import Any, Literal
 
@@ -16,10 +16,10 @@ SUPERVISE_AS_GENERATED: dict[str, Any] = {"supervised": "as_generated"}
 
 @OBJECTIVES.register
 class MultiToken(ObjectiveKind):
-    """Cross-entropy of the next k tokens by k heads, a mean over all pairs of a token that reads and a target.
+    """Cross-entropy of the next k tokens with k heads, averaged over all pairs of a reading token and a target.
 
-    The validation loss is that of next tokens, by the first head, as without this objective; further, `as_generated`
-    is the mean over the same targets, each by the head that writes it: blocks of k tokens, from the block's start.
+    The validation loss is that of next tokens from the first head, as without this objective. `as_generated` is the
+    mean over the same targets, each from the head that writes it when tokens are generated in blocks of k.
     """
 
     kind: Literal["multi_token"] = "multi_token"

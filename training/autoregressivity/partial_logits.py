@@ -1,4 +1,4 @@
-"""The ablation of complete supervision: the softmax of each target leaves out some of the other logits.
+"""Ablation of complete supervision: the softmax of each target leaves out some of the other logits.
 
 Axes: B rows, N tokens, n targets, V vocabulary.
 """
@@ -20,7 +20,7 @@ LOGITS_AT_ONCE = 2**22  # a draw takes some tens of bytes
 
 @OBJECTIVES.register
 class PartialLogits(ObjectiveKind):
-    """Each logit except the label's is left out with probability `rate`, the same ones at a place in the data."""
+    """Leaves out each logit except the label's with probability `rate`, always the same ones at a place."""
 
     kind: Literal["partial_logits"] = "partial_logits"
     rate: float = Field(0.0, ge=0, lt=1, description="share of logits that a target's softmax leaves out; 0: none")
@@ -35,7 +35,7 @@ class PartialLogits(ObjectiveKind):
             return next_token_losses(model, batch, num_targets)
         labels_BN = batch.pop("labels")[:, 1:]
         logits_BNV = model(**batch, use_cache=False).logits[:, :-1]
-        columns_N = torch.arange(labels_BN.shape[1], device=labels_BN.device)  # that predict; the target is one later
+        columns_N = torch.arange(labels_BN.shape[1], device=labels_BN.device)  # predict; targets are one later
         counted_BN = labels_BN != IGNORE_INDEX
         places_n = (places_B[:, None] + columns_N + 1)[counted_BN]
         losses_n = self.cross_entropy(logits_BNV[counted_BN], labels_BN[counted_BN], places_n)
@@ -43,7 +43,7 @@ class PartialLogits(ObjectiveKind):
         return losses_by_segment(losses_n, counted_BN, getattr(config, "segment_length", None), num_targets)
 
     def cross_entropy(self, logits_nV: torch.Tensor, target_n: torch.Tensor, places_n: torch.Tensor) -> torch.Tensor:
-        """The loss [n] of each target, in float32 (float64 for float64 models)."""
+        """Returns the loss [n] of each target, in float32 (float64 for float64 models)."""
         dtype = torch.promote_types(logits_nV.dtype, torch.float32)
         at_once = max(1, LOGITS_AT_ONCE // logits_nV.shape[-1])
         losses = []
@@ -53,7 +53,7 @@ class PartialLogits(ObjectiveKind):
         return torch.cat(losses)
 
     def hidden_logits(self, places_n: torch.Tensor, target_n: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """True [n, V] at the logits that are left out of the softmax of the target at each place; never at its own."""
+        """Returns True [n, V] at the logits that the softmax of each target leaves out, never the target's own."""
         tokens_V = torch.arange(vocab_size, device=places_n.device)
         hidden_nV = uniform(self.seed, places_n[:, None], tokens_V) < self.rate
         hidden_nV &= tokens_V != target_n[:, None]

@@ -1,4 +1,4 @@
-"""Weight sharing: k models divide the positions of a text among themselves."""
+"""Weight sharing: k models share out the positions of a text."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from ..recipe.section import one_of
 
 @OBJECTIVES.register
 class PositionExperts(ObjectiveKind):
-    """Cross-entropy of each next token by the model that its position belongs to; validation takes the same loss."""
+    """Cross-entropy of each next token under the model that owns its position, in training and in validation."""
 
     kind: Literal["position_experts"] = "position_experts"
     experts: int = Field(ge=1, description="models, which all start from the recipe's")
@@ -26,7 +26,7 @@ class PositionExperts(ObjectiveKind):
             return
         lengths = sorted({stage.total_length for stage in recipe.stages or ()})
         if self.split == "interval" and len(lengths) != 1:
-            found = f"the stages have {lengths}" if lengths else "a curriculum has several"
+            found = f"the stages have {lengths}" if lengths else "a curriculum has several lengths"
             raise ValueError(f"objective.split='interval' divides one total_length, and {found}: choose split=modulo")
         for length in lengths:
             if length % self.experts:

@@ -1,7 +1,7 @@
-"""Schedules of the time that a text takes: each token has a duration, with a mean of one unit over the text.
+"""Schedules of the time a text takes: each token has a duration, with a mean of one unit over the text.
 
-The duration of a token is known once the token is: it follows from the token's place, or from the losses of the tokens
-up to it. It changes the predictions of later tokens alone.
+A token's duration is known as soon as the token is: it depends on the token's place, or on the losses of the tokens so
+far. It changes only the predictions of later tokens.
 
 Axes: B rows, N tokens, V vocabulary.
 """
@@ -22,20 +22,20 @@ from ..recipe.objectives import OBJECTIVES, Losses, OfDurations, next_token_loss
 
 Schedule = Literal["even", "cosine", "hard_long", "hard_short"]
 LEVELS = 100  # of difficulty
-SHORTEST, LONGEST = 0.5, 1.5  # durations by difficulty
+SHORTEST, LONGEST = 0.5, 1.5  # durations, by difficulty
 FILE = "difficulty.json"
 ORDER_SEED = 2**41
 
 
 def cosine_durations(length: int) -> torch.Tensor:
-    """[N] of a text of `length` tokens. After n tokens the time is N sin²(pi n / 2N): the share of noise in the cosine
-    schedule of diffusion models. The time between tokens is short at both ends of a text."""
+    """Returns [N] for a text of `length` tokens. After n tokens the time is N sin²(pi n / 2N), the share of noise in
+    the cosine schedule of diffusion models. Tokens are close together in time at both ends of a text."""
     angles = torch.arange(length + 1, dtype=torch.float64) / length * torch.pi / 2
     return (length * angles.sin().square()).diff()
 
 
 class Difficulty:
-    """How hard a token is: the quantile of its loss under a model, which is the judge, among those of known texts."""
+    """How hard a token is: the quantile of its loss under a judge model, among the losses of known texts."""
 
     def __init__(self, judge: Any, thresholds: torch.Tensor):
         self.judge, self.thresholds = judge.eval(), thresholds
@@ -43,13 +43,13 @@ class Difficulty:
     @classmethod
     @torch.no_grad()
     def learn(cls, judge: Any, text_BN: torch.Tensor) -> "Difficulty":
-        """From the losses of the tokens of some texts, all but the first of each."""
+        """Learns the quantiles from the losses of some texts' tokens, except the first of each text."""
         logits_BNV = judge.eval()(text_BN, use_cache=False).logits[:, :-1].float()
         losses = F.cross_entropy(logits_BNV.flatten(0, 1), text_BN[:, 1:].flatten(), reduction="none")
         return cls(judge, losses.double().quantile(torch.arange(1, LEVELS, dtype=torch.float64) / LEVELS))
 
     def save(self, folder: Path) -> None:
-        """Beside the judge."""
+        """Saves the quantiles beside the judge."""
         self.judge.save_pretrained(folder)
         (folder / FILE).write_text(json.dumps({"thresholds": self.thresholds.tolist()}), encoding="utf-8")
 
@@ -66,11 +66,11 @@ class Difficulty:
 
 
 class SpeechRate:
-    """The durations of texts that are read from their beginning, in one part or in several.
+    """The durations of texts read from the beginning, in one part or several.
 
-    `length` is that of the texts. `shuffled`: the control, in which durations say nothing of their tokens. The cosine's
-    are in a random order. Those by difficulty are each that of a token drawn from the ones up to here: any other order
-    would tell of tokens to come.
+    `length` is the texts' length. `shuffled` is the control, in which durations say nothing about their tokens. Cosine
+    durations are put in random order. A duration by difficulty is that of a random token among those so far, because
+    any other order would reveal tokens to come.
     """
 
     def __init__(self, schedule: Schedule, length: int, difficulty: Difficulty | None = None, shuffled: bool = False):
@@ -86,7 +86,7 @@ class SpeechRate:
         self.last_logits_B1V: torch.Tensor | None = None
 
     def read(self, ids_BN: torch.Tensor) -> torch.Tensor:
-        """The durations [B, N] of N further tokens. Raises `ValueError` beyond the length of the texts."""
+        """Returns the durations [B, N] of N more tokens. Raises `ValueError` beyond the length of the texts."""
         seen, end = self.seen, self.seen + ids_BN.shape[1]
         if end > self.length:
             raise ValueError(f"the text has {end} tokens, and its schedule {self.length}: give it the text's length.")
@@ -120,7 +120,7 @@ class SpeechRate:
 
 @OBJECTIVES.register
 class SpeechRateObjective(OfDurations):
-    """Next tokens of texts whose tokens have durations by a schedule."""
+    """Predicts the next tokens of texts whose tokens have scheduled durations."""
 
     kind: Literal["speech_rate"] = "speech_rate"
     schedule: Schedule = Field("even", description="even: all durations are one; hard_long, hard_short: by difficulty")
@@ -131,7 +131,7 @@ class SpeechRateObjective(OfDurations):
     def _check_judge(self):
         by_difficulty = self.schedule in ("hard_long", "hard_short")
         if by_difficulty and (self.judge is None or not (Path(self.judge) / FILE).is_file()):
-            raise ValueError(f"judge={self.judge!r} is no folder with {FILE}: schedule={self.schedule} needs one")
+            raise ValueError(f"judge={self.judge!r} is not a folder with {FILE}: schedule={self.schedule} needs one")
         if not by_difficulty and self.judge is not None:
             raise ValueError(f"judge={self.judge!r} belongs to hard_long and hard_short: leave it out")
         if self.schedule == "even" and self.shuffled:

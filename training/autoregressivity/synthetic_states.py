@@ -1,7 +1,7 @@
-"""Synthetic states between the tokens of a text: more and smaller steps, on the line from one embedding to the next.
+"""Synthetic states between the tokens of a text: more and smaller steps on the line from one embedding to the next.
 
-A state between two tokens holds the second one: it may be read only once that token is known. So all that predicts a
-token lies before it, and before the states that lead to it:
+A state between two tokens depends on the second, so it may be read only once that token is known. Everything that
+predicts a token therefore comes before it, and before the states that lead to it:
 
     x(0) ... x(t-1), s(t,1) ... s(t,n), x(t) | x(t+1)        s(t,j) = x(t-1) + j / (n + 1) (x(t) - x(t-1))
 
@@ -22,10 +22,10 @@ from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_lo
 
 @OBJECTIVES.register
 class SyntheticStates(ObjectiveKind):
-    """Each token is read in `states` + 1 steps; the last of them is its own embedding.
+    """Reads each token in `states` + 1 steps; the last step is the token's own embedding.
 
-    The target of each step is the token after the one that it leads to, which no step so far depends on. The training
-    loss is the mean over all steps. The validation loss is that of the last steps alone, so of each next token once.
+    The target of each step is the token after the one it leads to, which no step so far depends on. The training loss
+    is the mean over all steps. The validation loss covers only the last steps, so each next token counts once.
     """
 
     kind: Literal["synthetic_states"] = "synthetic_states"
@@ -50,7 +50,7 @@ class SyntheticStates(ObjectiveKind):
             )
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
-        self._check_segments(getattr(model.config, "segment_length", None))  # also where the recipe leaves it
+        self._check_segments(getattr(model.config, "segment_length", None))  # even if the recipe does not set it
         return model
 
     def check_zero_3(self) -> None:
@@ -69,7 +69,7 @@ class SyntheticStates(ObjectiveKind):
         return next_token_losses(model, self.read(model, batch, every_state=False), 1)
 
     def read(self, model: Any, batch: dict[str, torch.Tensor], every_state: bool = True) -> dict[str, torch.Tensor]:
-        """The batch with the states of its tokens; labels for each of them, or for the tokens themselves alone."""
+        """Returns the batch with the states of its tokens, and labels for every state or only for the tokens."""
         if not self.states:
             return batch
         embedded_BND = extract_model_from_parallel(model).get_input_embeddings()(batch["input_ids"])
@@ -83,9 +83,9 @@ class SyntheticStates(ObjectiveKind):
 
 
 def with_states(embedded_BND: torch.Tensor, states: int, path: str = "line") -> torch.Tensor:
-    """The embeddings [B, M, D] with `states` states before each. Those of the first token are its own embedding.
+    """Returns embeddings [B, M, D] with `states` states before each. The first token's states are its own embedding.
 
-    Texts are padded on the right, where states may be anything.
+    Texts are padded on the right, where states can be anything.
     """
     if path == "repeat":
         return embedded_BND.repeat_interleave(states + 1, dim=1)
@@ -95,9 +95,9 @@ def with_states(embedded_BND: torch.Tensor, states: int, path: str = "line") -> 
 
 
 def labels_of_states(label_BN: torch.Tensor, states: int, every_state: bool = True) -> torch.Tensor:
-    """The labels [B, M], as models take them: the output at a state is compared with the label after it.
+    """Returns the labels [B, M] as models take them: the output at a state is compared with the label after it.
 
-    So the label of token t + 1 stands after each state of token t, or only after token t itself.
+    So the label of token t + 1 follows each state of token t, or only token t itself.
     """
     first_BN1 = label_BN[:, :, None]
     after_BN = torch.cat([label_BN[:, 1:], torch.full_like(label_BN[:, :1], IGNORE_INDEX)], dim=1)

@@ -1,9 +1,9 @@
 """Checkpoints that are complete or absent.
 
-Trainer and DeepSpeed write a checkpoint's files in place, so a killed run leaves a folder that looks
-complete. A marker is written last: only folders that have it count, and older ones are deleted only after that.
-It lists all files with their sizes, so that a checkpoint that lost a file later is refused, and holds
-the recipe and what its files held, so that a run resumes under the recipe it began with.
+Trainer and DeepSpeed write a checkpoint's files in place, so a killed run leaves a folder that looks complete. We write
+a marker last: only folders that have it count, and older ones are deleted only after that. The marker lists all files
+with their sizes, so a checkpoint that later loses a file is refused. It also holds the recipe and hashes of its files,
+so a run resumes under the recipe it began with.
 """
 
 import json
@@ -23,7 +23,7 @@ FIELDS = {"step", "ranks", "zero_stage", "recipe", "files"}  # of the marker
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
+    """Returns the complete checkpoints in a folder, oldest first."""
     return [path for path in _all_checkpoints(folder) if (path / MARKER).exists()]
 
 
@@ -32,7 +32,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def check(checkpoint: Path) -> dict:
-    """The content of the marker. Raises `ValueError` for a checkpoint that is missing, incomplete or damaged."""
+    """Returns the marker's content. Raises `ValueError` for a missing, incomplete or damaged checkpoint."""
     remedy = "Delete the folder to resume from the one before it."
     if not checkpoint.is_dir():
         raise ValueError(f"there is no checkpoint {checkpoint}.")
@@ -54,7 +54,7 @@ def check(checkpoint: Path) -> dict:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Deletes the checkpoint that a killed run was writing: the next run writes it into an empty folder."""
+    """Deletes the checkpoint that a killed run left unfinished: the next run writes it into an empty folder."""
     for path in _all_checkpoints(folder):
         if not (path / MARKER).exists():
             shutil.rmtree(path)
@@ -70,10 +70,10 @@ def _step(path: Path) -> int:
 
 
 class CompleteCheckpoints(TrainerCallback):
-    """Completes each checkpoint: calls `write` with its folder, writes the marker, then deletes older checkpoints."""
+    """Completes each checkpoint: calls `write` with its folder, writes the marker, then deletes older ones."""
 
     def __init__(self, write: Callable[[Path], object] | None, keep: int, recipe: dict[str, Any], **described: Any):
-        """`described` goes into the marker."""
+        """`described` is stored in the marker."""
         self.write, self.keep = write, keep
         self.described = {"recipe": recipe, **described}
 
@@ -87,7 +87,7 @@ class CompleteCheckpoints(TrainerCallback):
             self.write(folder)
         use_default_mode(folder)
         partial = folder / f"{MARKER}.partial"
-        written = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD]  # a text to change
+        written = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD]  # users edit it
         files = {str(path.relative_to(folder)): path.stat().st_size for path in written}
         zero_stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else None
         marker = {"step": state.global_step, "ranks": args.world_size, "zero_stage": zero_stage}

@@ -1,6 +1,6 @@
-"""What the files that a recipe names hold: a run resumes after they were moved, and not after they were changed.
+"""Hashes of the files that a recipe names: a run resumes if they were moved, but not if they were changed.
 
-A file is known by its size and a hash: of all its bytes or, where it is large, of blocks spread over it.
+A file is identified by its size and a hash: of all its bytes or, if it is large, of blocks spread over it.
 """
 
 import hashlib
@@ -12,14 +12,14 @@ from pathlib import Path
 from ..data.shards import source_files
 from ..recipe import Recipe
 
-BLOCK, BLOCKS = 2**17, 8  # bytes; the first and the last block of a file are among them
+BLOCK, BLOCKS = 2**17, 8  # bytes; including the first and last block of a file
 MODEL_FILES = ("config.json", "tokenizer*", "*.safetensors", "*.bin")
 
 Contents = dict[str, list[list[str] | None]]
 
 
 def contents(recipe: Recipe) -> Contents:
-    """Hashes of the files of `data.sources`, of `model.source` and of `objective.teacher`; None for the hub's."""
+    """Hashes the files of `data.sources`, `model.source` and `objective.teacher`; None for the hub's."""
     found: Contents = {}
     if sources := getattr(recipe.data, "sources", []):  # some tasks have none
         found["data.sources"] = [
@@ -27,7 +27,7 @@ def contents(recipe: Recipe) -> Contents:
         ]
     models = {"model.source": recipe.model.source, "objective.teacher": getattr(recipe.objective, "teacher", None)}
     for name, source in models.items():
-        if source:  # a model may have random weights
+        if source:  # models with random weights have none
             folder = Path(source)
             files = sorted(chain.from_iterable(map(folder.glob, MODEL_FILES)))
             found[name] = [[f"{path.name} {content(path)}" for path in files] if folder.is_dir() else None]
@@ -35,7 +35,7 @@ def contents(recipe: Recipe) -> Contents:
 
 
 def content(path: Path) -> str:
-    """The size and hash of a file's content."""
+    """Returns the size and hash of a file's content."""
     stat = path.stat()
     return _content(path.resolve(), stat.st_size, stat.st_mtime_ns)
 

@@ -1,8 +1,8 @@
-"""Checks the pickle files of a checkpoint, since DeepSpeed's loader runs any code that they name.
+"""Checks the pickle files of a checkpoint, because DeepSpeed's loader runs any code that they name.
 
-Each file is loaded with torch's weights-only unpickler first, which builds nothing but tensors, plain containers and
-the few classes that DeepSpeed writes. Tensors are mapped, not read, so this takes milliseconds. Trainer and
-transformers load their own files (*.pth, *.bin) weights-only.
+Each file is first loaded with torch's weights-only unpickler. It builds only tensors, plain containers and the few
+classes that DeepSpeed writes. Tensors are mapped, not read, so this takes milliseconds. Trainer and transformers load
+their own files (*.pth, *.bin) weights-only.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 
 from condense.files import read_text
 
-POINTERS = ("latest", "latest_universal")  # files that name the folder DeepSpeed loads from
+POINTERS = ("latest", "latest_universal")  # files naming the folder DeepSpeed loads from
 
 
 def check_pickles(checkpoint: Path) -> None:
@@ -57,7 +57,7 @@ def _written_by_deepspeed() -> list[Any]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def stage(enum: Any, name: str) -> Any:
-        """Stands for `getattr`, by which Python before 3.11.4 writes the member of an enumeration."""
+        """Replaces `getattr`, which Python before 3.11.4 uses to pickle a member of an enumeration."""
         if enum is not ZeroStageEnum or name not in enum.__members__:
             raise pickle.UnpicklingError(f"Unsupported use of getattr: {name} of {enum}")
         return enum[name]
@@ -66,6 +66,6 @@ def _written_by_deepspeed() -> list[Any]:
 
 
 def _cause(error: Exception) -> str:
-    """The line of torch's message that names the class or function."""
+    """Returns the line of torch's message that names the class or function."""
     lines = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "Unsupported" in line]
     return lines[0][:200] if lines else str(error).splitlines()[0][:200]

@@ -1,4 +1,4 @@
-"""Where a run resumes: the right checkpoint, in a form that this number of ranks can load."""
+"""Finds the checkpoint a run resumes from, in a form that this number of ranks can load."""
 
 import shutil
 import subprocess
@@ -19,11 +19,10 @@ from .pickles import check_pickles
 
 
 def find_checkpoint(recipe: Recipe) -> Path | None:
-    """The checkpoint to resume from: the output's newest complete one, or else `resume`.
+    """Returns the checkpoint to resume from: the output's newest complete one, or else `resume`.
 
-    Raises `ValueError` for a damaged one, for one that could run code when it is loaded, and for one of another recipe
-    whose differences a resumed run can't follow. Files that were moved are the same recipe, those whose content has
-    changed are another one.
+    Raises `ValueError` for a damaged checkpoint, for one that could run code when loaded, and for one whose recipe
+    differs in ways a resumed run can't follow. Moved files count as unchanged; files with different content do not.
     """
     checkpoint = newest_checkpoint(recipe.output) or recipe.resume
     if checkpoint is not None:
@@ -41,7 +40,7 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
 
 
 def _from_weights(checkpoint: Path) -> str:
-    """How another run begins with the weights of a checkpoint; one of a run with `lora` holds adapters only."""
+    """Says how another run starts from a checkpoint's weights; with `lora` a checkpoint holds only adapters."""
     marker = check(checkpoint)
     if not marker["recipe"].get("lora"):
         return f"model={checkpoint}"
@@ -49,7 +48,7 @@ def _from_weights(checkpoint: Path) -> str:
 
 
 def _check_adapters(checkpoint: Path) -> None:
-    """Raises `ValueError` for damaged adapters, and for others in folders below, which Trainer would load too."""
+    """Raises `ValueError` for damaged adapters, and for others in subfolders, which Trainer would load too."""
     check_adapters(checkpoint, "resume")
     if below := sorted(checkpoint.glob("*/adapter_model.*")):
         raise ValueError(
@@ -59,7 +58,7 @@ def _check_adapters(checkpoint: Path) -> None:
 
 
 def finished(recipe: Recipe) -> str | None:
-    """Where the model of a finished run is, and how to go on, in words; None for a run that has steps left."""
+    """Says where a finished run's model is and how to continue; None if the run has steps left."""
     checkpoint = newest_checkpoint(recipe.output)
     if checkpoint is None or not was_finished(recipe.output) or not any(recipe.output.glob("*.safetensors")):
         return None
@@ -73,14 +72,14 @@ def finished(recipe: Recipe) -> str | None:
 
 
 class Changes(NamedTuple):
-    """What has changed since a checkpoint was written, each in words."""
+    """The changes since a checkpoint was written, each in words."""
 
     refused: list[str]
     followed: list[str]  # from the checkpoint on
 
 
 def changes(checkpoint: Path, recipe: Recipe) -> Changes:
-    """The differences of a recipe from the one of a checkpoint, except those that affect nothing."""
+    """Returns how a recipe differs from a checkpoint's, leaving out differences that affect nothing."""
     marker = check(checkpoint)
     before, now = _stored_recipe(marker, recipe), recipe.model_dump(mode="json")
     free = _may_change(before, now, has_documents=not isinstance(recipe.data, GeneratedData | DigitsData))
@@ -88,7 +87,7 @@ def changes(checkpoint: Path, recipe: Recipe) -> Changes:
     if _same_until(marker["step"], before["stages"], now["stages"]):
         follows.add("stages")
     before, now = _flat(before), _flat(now)
-    # Checkpoints of former versions have no contents: there the paths must be the same.
+    # Checkpoints of former versions have no contents, so their paths must be the same.
     held = marker.get("contents", {})
     holds = contents(recipe) if held else {}
     found = Changes([], [])
@@ -108,7 +107,7 @@ def changes(checkpoint: Path, recipe: Recipe) -> Changes:
 
 
 def former_stages(checkpoint: Path, recipe: Recipe) -> list[list[Stage]]:
-    """The stages that the run of a checkpoint has had before those of the recipe, oldest first."""
+    """Returns the stages that a checkpoint's run had before the recipe's own, oldest first."""
     marker = check(checkpoint)
     stages = [*marker.get("former_stages", []), _stored_recipe(marker, recipe)["stages"]]
     found = [[Stage(**stage) for stage in one] for one in stages if one]
@@ -120,7 +119,7 @@ def _stored_recipe(marker: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _same_until(step: int, before: list[dict] | None, now: list[dict] | None) -> bool:
-    """Whether the first `step` steps have texts of the same lengths, and the longest texts are as long as before."""
+    """Whether the first `step` steps use the same lengths, and the longest texts are as long as before."""
     if not before or not now:
         return False
     lengths = [[stage["total_length"] for stage in stages for _ in range(stage["steps"])] for stages in (before, now)]
@@ -135,13 +134,13 @@ def _may_change(before: dict[str, Any], now: dict[str, Any], has_documents: bool
 
 
 def _holds_out(recipe: dict[str, Any]) -> bool:
-    """Whether validation takes documents from those to train on."""
+    """Whether validation takes documents away from training."""
     evaluation = recipe.get("evaluation")
     return evaluation is not None and not evaluation["sources"]
 
 
 def _without_paths(value: Any, held: list[list[str] | None]) -> list[Any]:
-    """`data.sources` or `model.source`, with the content of files in the place of their paths."""
+    """Returns `data.sources` or `model.source`, with the content of files in place of their paths."""
     parts = value if isinstance(value, list) else [value]
     if len(parts) != len(held):
         return parts
@@ -152,10 +151,10 @@ def _without_paths(value: Any, held: list[list[str] | None]) -> list[Any]:
 
 
 def migrate(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of a checkpoint under today's keys.
+    """Converts a checkpoint's recipe to today's keys.
 
-    Before models had kinds, `model` was a text and the fields of a folded model lay beside it; the optimizer was AdamW
-    with the betas and eps given here. The kind `stock` was called `llama`.
+    Before models had kinds, `model` was a text and a folded model's fields lay beside it. The optimizer was AdamW with
+    the betas and eps given here. The kind `stock` was called `llama`.
     """
     if not isinstance(recipe["model"], str):
         former = recipe["model"].get("kind") == "llama"
@@ -172,9 +171,9 @@ def migrate(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_defaults(before: Any, now: Any) -> Any:
-    """A checkpoint's section with the keys added since it was written, under their defaults; `now` is today's section.
+    """Adds to a checkpoint's section the keys introduced since, with their defaults; `now` is today's section.
 
-    So a new key's default must be what runs did without it. Lists of sections have sections of one class.
+    So the default of a new key must be what runs did without it. Lists of sections hold sections of one class.
     """
     if isinstance(before, list) and isinstance(now, list) and now:
         return [with_defaults(part, now[0]) for part in before]
@@ -195,7 +194,7 @@ def make_universal(checkpoint: Path, ranks: int, zero_stage: int | None) -> bool
     """Whether the checkpoint must be loaded in DeepSpeed's universal form, which is then made here, once.
 
     ZeRO divides the optimizer's state among the ranks that wrote it; the universal form is undivided. Raises
-    `ValueError` for a checkpoint that can't be loaded under this ZeRO stage in either form.
+    `ValueError` if neither form can be loaded under this ZeRO stage.
     """
     marker = check(checkpoint)
     if (marker["zero_stage"] is None) != (zero_stage is None):

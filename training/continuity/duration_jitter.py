@@ -1,4 +1,4 @@
-"""Jitter of durations: a model that trains on durations near one unit, each drawn anew."""
+"""Jitter of durations: the model trains on durations near one unit, drawn anew each time."""
 
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +12,7 @@ from ..recipe.objectives import OBJECTIVES, Losses, OfDurations, next_token_loss
 
 @OBJECTIVES.register
 class DurationJitter(OfDurations):
-    """Next tokens of texts whose tokens last 1 - jitter to 1 + jitter units. Validation has durations of one unit."""
+    """Next tokens of texts whose tokens last 1 - jitter to 1 + jitter units; one unit in validation."""
 
     kind: Literal["duration_jitter"] = "duration_jitter"
     predicts_next_tokens: ClassVar[bool] = True
@@ -23,8 +23,8 @@ class DurationJitter(OfDurations):
         return next_token_losses(model, batch | {"durations": self.durations(batch["input_ids"])}, num_targets)
 
     def durations(self, ids_BN: torch.Tensor) -> torch.Tensor:
-        """New durations [B, N]. They follow from torch's random generator, which a checkpoint keeps, and from the rank:
-        the generators of the ranks are in the same state."""
+        """Returns new durations [B, N]. They depend on torch's random generator, which a checkpoint keeps, and on the
+        rank, because the ranks' generators are in the same state."""
         seed, rank = int(torch.randint(2**62, ())), torch.tensor(Process.from_environment().rank)
         rows_B1, columns_N = torch.arange(len(ids_BN))[:, None], torch.arange(ids_BN.shape[1])
         drawn_BN = uniform(seed, rank, rows_B1, columns_N)

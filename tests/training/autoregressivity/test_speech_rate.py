@@ -132,8 +132,8 @@ def test_the_objective(difficulty, model, schedule, tmp_path):
 
 def test_refusals(tmp_path):
     for fields, message in [
-        ({"schedule": "hard_long"}, "judge=None is no folder with difficulty.json"),
-        ({"schedule": "hard_short", "judge": str(tmp_path)}, "is no folder with difficulty.json"),
+        ({"schedule": "hard_long"}, "judge=None is not a folder with difficulty.json"),
+        ({"schedule": "hard_short", "judge": str(tmp_path)}, "is not a folder with difficulty.json"),
         ({"schedule": "cosine", "judge": "x"}, "judge='x' belongs to hard_long and hard_short"),
         ({"shuffled": True}, "shuffled=true changes nothing of schedule=even"),
     ]:

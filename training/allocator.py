@@ -1,4 +1,4 @@
-"""What the CUDA allocator holds: counters, and a snapshot when memory runs out."""
+"""The CUDA allocator: counters, and a snapshot when memory runs out."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -66,7 +66,7 @@ class Blocks(Experiment[Item]):
         return record
 
     def _qualities(self, model: Any, item: Item) -> list[dict[str, float]]:
-        """Of texts that are sampled with fewer and fewer evaluations of a block."""
+        """Measures texts sampled with fewer and fewer evaluations of a block."""
         prompt_length = self.setup.size.prompt_length
         prompts, num_tokens = self.setup.prompts[:, :prompt_length], self.setup.size.length - prompt_length
         found = []

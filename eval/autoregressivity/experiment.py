@@ -1,4 +1,4 @@
-"""What the experiments share: models of several seeds, stored under the fields of their items, and compared in tables
+"""Shared by all experiments: models of several seeds, stored under the fields of their items, and compared in tables
 and pictures."""
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def titles(names: Sequence[str]) -> list[str]:
 
 
 def figures(found: dict[str, float], names: Sequence[str]) -> list[str]:
-    """Those of one text or set of images; a dash for what is not measured of it."""
+    """Cells of one text or set of images; a dash if it was not measured."""
     return [f"{found[name]:.3f}" if name in found else "-" for name in names]
 
 

@@ -29,7 +29,7 @@ def generate(model: Any, prompt_BP: torch.Tensor, num_tokens: int, seed: int, **
 
 @torch.no_grad()
 def text_quality(reference: Any, text_BN: torch.Tensor, prompt_length: int) -> dict[str, float]:
-    """Of the tokens after the prompts:
+    """Measures the tokens after the prompts:
 
     - `reference_loss`: the reference model's mean loss of a token, in nats;
     - `entropy` of their frequencies over all texts, in nats;

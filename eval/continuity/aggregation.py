@@ -5,7 +5,7 @@ from typing import Any
 
 from .engine import Record
 
-# Below one half something else is likelier than all watched answers together, so the likeliest of them is not an answer.
+# Below one half something else is likelier than all watched answers together, so none of them is an answer.
 LEAST_MASS = 0.5
 SET = "set"  # the group of the items of a data set, which are counted and not drawn one by one
 

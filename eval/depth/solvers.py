@@ -63,8 +63,8 @@ class Solvers(Experiment[Measurement]):
     about = (
         "The paper tests whether its block is a flow by the divergence of 4 Euler steps from dopri5, relative to the "
         f"norm of the end, and finds {PAPER:.3%}. Here the same test is given to networks that are not flows: "
-        "different residual blocks, read as a field that is constant in tau between them. dopri5 solves such a field piece by "
-        f"piece, so that it meets every jump. dopri5 has the tolerance 1e-9; all of it is float64, over {NUM_TEXTS} "
+        "different residual blocks, read as a field that is constant in tau between them. dopri5 solves such a field "
+        f"piece by piece, to meet every jump. dopri5 has the tolerance 1e-9; all of it is float64, over {NUM_TEXTS} "
         f"texts. A row passes below {PASSES:.0%}; the threshold is ours. A criterion separates where every flow of "
         "every seed lies below every network that is not a flow. Intervals are 95 % t intervals over seeds; those of "
         "ratios, divergences and errors, and their means, are on a log scale."

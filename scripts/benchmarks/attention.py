@@ -98,7 +98,7 @@ def results_of(name: str, tensors: Tensors, mask: AttentionMask) -> Tensors:
 
 
 def errors() -> Table:
-    """Of bfloat16, against eager attention in float64."""
+    """Returns the error of bfloat16 against eager attention in float64."""
     rows: list[list[Any]] = []
     for deviation in (1, 8):
         tensors, mask = case_of("table 1", 128, "training", torch.bfloat16)

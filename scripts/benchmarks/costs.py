@@ -142,7 +142,7 @@ def one_launch_each() -> Iterator[None]:
 
 
 def count_launches(model: Any, tokens: int, schedule: str) -> int:
-    """Of a prefill."""
+    """Returns the number of launches of a prefill."""
     model.config.schedule = schedule
     ids_BN = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     with torch.no_grad(), one_launch_each(), LaunchCounter() as counted:

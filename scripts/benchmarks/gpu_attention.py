@@ -141,7 +141,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def errors(form: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> tuple[float, float]:
-    """Of the output, and the largest one of the gradients."""
+    """Returns the error of the output, and the largest error of a gradient."""
     doubles = [one.detach().double().requires_grad_() for one in inputs]
     found, expected = form(*inputs), exact(*doubles)
     factor = torch.randn_like(found)

@@ -1,4 +1,4 @@
-"""What a call leaves a GPU to do: the time that kernels run, their number, and the time of the call without a trace.
+"""A GPU's work in a call: the time that kernels run, their number, and the time of the call without a trace.
 
     python -m scripts.benchmarks.gpu_trace > docs/results/gpu/trace.txt
 

@@ -1,4 +1,4 @@
-"""What each share of a layer's output in its memory costs, and how far it carries: one point a share.
+"""The cost of each share of a layer's output in its memory, and how far it carries: one point a share.
 
     python -m scripts.benchmarks.share_frontier
 

@@ -34,7 +34,7 @@ class Seconds(NamedTuple):
 
 
 def product_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 9) -> Seconds:
-    """Of a product of `tokens` rows, for each operation: two for a weight and a row. Backward: both gradients."""
+    """Seconds of a product of `tokens` rows, an operation (a weight and row have two). Backward: both gradients."""
     linear = (Linear if kind == "folded" else nn.Linear)(WIDTH, INTERMEDIATE, bias=False, dtype=dtype)
     x_ND = torch.randn(tokens, WIDTH, dtype=dtype, requires_grad=True)
     output_NI = linear(x_ND)
@@ -45,7 +45,7 @@ def product_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 9
 
 
 def attention_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 3) -> Seconds:
-    """Of `tokens` tokens in one layer: a whole text, or in a folded model a segment after another one."""
+    """Seconds of `tokens` tokens in one layer: a whole text, or in a folded model a segment after another one."""
     keys = tokens if kind == "stock" else 2 * tokens
     query_BHNE = torch.randn(1, HEADS, tokens, HEAD_WIDTH, dtype=dtype, requires_grad=True)
     key_BGKE, value_BGKE = (

@@ -8,7 +8,7 @@ import numpy as np
 
 from .encoding import encode_within
 
-# A sentence ends with its mark and closing quotes; "Mr. Knightley" is no two sentences.
+# A sentence ends with its mark and closing quotes; "Mr. Knightley" is not two sentences.
 SENTENCE = re.compile(
     r"\S.*?(?:(?<!\bMr)(?<!\bMrs)(?<!\bDr)(?<!\bSt)[.!?]+[\"'\u201d\u2019)\]_]*(?=\s|$)|\Z|\n\s*\n)", re.DOTALL
 )

@@ -47,7 +47,7 @@ def good_documents(
 
 
 def take_turns(readers: Sequence[Iterator[T]], num_read: Sequence[int] | None = None) -> Iterator[T]:
-    """What readers read. The one that has read least is next, also after they have read `num_read` before."""
+    """The documents that readers read. The one that has read least is next, counting `num_read` before."""
     counts = dict(enumerate(num_read or [0] * len(readers)))
     while counts:
         turn = min(counts, key=lambda number: counts[number])

@@ -87,7 +87,7 @@ class GeneratedTask(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Of the text that the task has read from files, the same for the same text; empty where it reads none."""
+        """Identity of the text that the task has read from files; empty if it reads none."""
         return ""
 
 

@@ -260,7 +260,7 @@ def candidates(story: Story) -> list[str]:
 
 
 def guess(story: Story) -> str | None:
-    """What a reader says who tracks nothing, asked the first question: the last of the candidates."""
+    """Answer of a reader who tracks nothing: the last of the candidates."""
     return next(iter(candidates(story)), None)
 
 

@@ -48,7 +48,7 @@ class Prompt(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What stands between sentences: a fact, a distractor, or an early question with the first token of its answer."""
+    """Insertions between sentences: a fact, a distractor, or an early question with the first token of its answer."""
 
     tokens: list[int]
     answer: int | None = None

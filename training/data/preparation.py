@@ -119,7 +119,7 @@ class _Merged:
         self.ended = True
 
     def described(self) -> dict[str, Any]:
-        """What was read of the source: the number of documents by what became of them, and whether it has ended."""
+        """Counts of a source: the number of documents by what became of them, and whether it has ended."""
         source = self.source
         name = source.files or ":".join(part for part in (source.hub, source.name, source.split) if part)
         return {"source": name, "counts": dict(self.counts), "ended": self.ended}

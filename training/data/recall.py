@@ -111,7 +111,7 @@ class RecallTask(GeneratedTask):
         if not 1 <= values <= len(self.words):
             raise ValueError(f"values={values}, and a key can have 1 to {len(self.words)} with this tokenizer.")
         if not 0 <= overwritten <= 1:
-            raise ValueError(f"overwritten={overwritten} is no share of the keys: pass 0 to 1.")
+            raise ValueError(f"overwritten={overwritten} is not a share of the keys: pass 0 to 1.")
         self.preamble = np.array(first_tokens(tokenizer) + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"])
         filler = [self._encode(f" {sentence}.") for sentence in FILLER.strip().rstrip(".").split(". ")]
         self.filler, self.filler_lengths = np.concatenate(filler), [len(sentence) for sentence in filler]
@@ -213,7 +213,7 @@ class RecallTask(GeneratedTask):
         return self._row(pairs, num_tokens, generator, self._draw_questions(pairs, room, generator))
 
     def _draw_questions(self, pairs: int, room: int, generator: np.random.Generator) -> list[bool]:
-        """Of each question of a text to train on, whether it is brief; no more than there are keys and room for."""
+        """Draws for each question of a training text whether it is brief; no more than there are keys and room for."""
         is_brief = [self.brief > 0 and generator.random() < self.brief for _ in range(min(self.num_questions, pairs))]
         while len(is_brief) > 1 and self.length(pairs, len(is_brief), sum(is_brief)) > room:
             is_brief.pop()

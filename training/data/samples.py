@@ -110,6 +110,6 @@ def draw(model: Any, first: int, shape: tuple[int, int], temperature: float, see
 
 
 def _weights(source: str) -> list[str]:
-    """What a checkpoint is recognised by: the content of its files, or its hub id."""
+    """Identity of a checkpoint: the content of its files, or its hub id."""
     files = sorted(path for pattern in ("config.json", "*.safetensors", "*.bin") for path in Path(source).glob(pattern))
     return [f"{path.name} {content(path)}" for path in files] or [source]

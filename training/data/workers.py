@@ -24,7 +24,7 @@ from condense.progress import ProgressBar
 from .chunks import Chunk, Reading, read_chunks
 from .store import Encode, Need, room_for
 
-# What each worker imports: a server imports it once, and forks them. It is no fork of this process, whose threads may
+# What each worker imports: a server imports it once, and forks them. This process can't be forked: its threads may
 # hold locks.
 PRELOAD = [__name__]
 SIZE = struct.Struct("<Q")  # before each chunk, its number of bytes

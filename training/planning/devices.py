@@ -1,4 +1,4 @@
-"""What GPUs can compute at most: the denominator of the share of the peak that a run reaches (MFU)."""
+"""Peak rates of GPUs: the denominator of the share of the peak that a run reaches (MFU)."""
 
 import re
 

@@ -53,7 +53,7 @@ def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[s
     if not isinstance(recipe.model, CondenseModel):
         return f"model.kind={recipe.model.kind} reads a text as a whole"
     if getattr(config, "depth", None) is not None:
-        return "a depth block is no layer like the others"
+        return "a depth block is not a layer like the others"
     if recipe.lora:
         return "adapters are beside the layers' weights"
     if isinstance(recipe.objective, Distillation) and recipe.objective.hidden_weight:
@@ -134,7 +134,7 @@ def propose(
 
 
 def _micro_batches(recipe: Recipe, ranks: int) -> Iterator[int | None]:
-    """Those that divide the global batch, the largest first; None for a curriculum, which has tokens_per_step."""
+    """Sizes that divide the global batch, the largest first; None for a curriculum, which has tokens_per_step."""
     if recipe.curriculum:
         yield None
         return

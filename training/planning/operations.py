@@ -12,7 +12,7 @@ from .stack import repeated_weights, stack_of
 
 
 def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """The run in numbers: parameters, steps, sequences, tokens, FLOPs. Those of a curriculum are of its last length.
+    """The run in numbers: parameters, steps, sequences, tokens, FLOPs. A curriculum counts its last length.
 
     FLOPs exclude the second forward pass of checkpointing.
     """

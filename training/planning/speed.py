@@ -21,7 +21,7 @@ class Rate(NamedTuple):
 def parse_rate(given: str, ranks: int) -> Rate:
     """A number, the rate of a run on `ranks` ranks; or the `log.jsonl` of a former run, whose rate is scaled to them.
 
-    Raises `ValueError` for a number that is no rate, and for a log that does not hold one.
+    Raises `ValueError` for a number that is not a rate, and for a log that does not hold one.
     """
     try:
         number = float(given)
@@ -49,7 +49,7 @@ def _rate_of_log(path: Path, ranks: int) -> Rate:
                 rates.append(_per_rank(line))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"--tokens-per-second {path}, line {number} is no logged line with a rate and its ranks "
+                f"--tokens-per-second {path}, line {number} is not a logged line with a rate and its ranks "
                 f"({type(error).__name__}: {error}): {remedy}."
             ) from error
     if len(rates) < 2:

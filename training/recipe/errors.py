@@ -16,9 +16,9 @@ def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[s
         keys = list(section.model_fields)
         if "kind" in keys:
             kind = f"{path[-2]}.kind={section.model_fields['kind'].default}"
-            return f"  {where} is no key of {kind}, which has {', '.join(keys)}."
+            return f"  {where} is not a key of {kind}, which has {', '.join(keys)}."
         (nearest,) = difflib.get_close_matches(str(path[-1]), keys, n=1, cutoff=0)
-        return f"  {where} is no key of a recipe; did you mean {nearest!r}?"
+        return f"  {where} is not a key of a recipe; did you mean {nearest!r}?"
     if problem["type"] == "missing":
         return f"  {where} is missing."
     if isinstance(problem["input"], Mapping):  # the message says which of its keys

@@ -27,7 +27,7 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         fields = yaml.safe_load(read_text(path)) or {}
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {path} is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"recipe {path} holds a {type(fields).__name__}, not keys and values.")
     if isinstance(fields.get("model"), str):
@@ -69,7 +69,7 @@ def _check_segment_length(fields: dict[str, Any], overrides: Sequence[str]) -> N
 def _apply(fields: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals:
-        raise ValueError(f"{override!r} is no override: write key=value.")
+        raise ValueError(f"{override!r} is not an override: write key=value.")
     value = _parse(text)
     if name == "model" and isinstance(value, str):  # the other keys of the model stay
         name = "model.source"
@@ -113,7 +113,7 @@ def _parse(text: str) -> Any:
     try:
         parsed = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"the override's value {text!r} is no YAML: {error}") from error
+        raise ValueError(f"the override's value {text!r} is not YAML: {error}") from error
     if isinstance(parsed, str):
         try:
             return float(parsed)

@@ -26,7 +26,7 @@ STOCK_ATTENTION = ("auto", *(name for name in ATTENTION_IMPLEMENTATIONS if name 
 
 
 class ModelKind(Section):
-    """What training asks of a model. Weights are float32: bfloat16 is DeepSpeed's or autocast's copy of them."""
+    """The interface of a model to training. Weights are float32: bfloat16 is DeepSpeed's or autocast's copy of them."""
 
     kind: str
     source: str = Field(description="folder or hub id of the checkpoint that training starts from")

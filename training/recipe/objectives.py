@@ -116,7 +116,7 @@ def next_token_losses(model: Any, batch: dict[str, torch.Tensor], num_targets: t
 def losses_by_segment(
     loss_n: torch.Tensor, counted_BN: torch.Tensor, segment_length: int | None, num_targets: torch.Tensor | int
 ) -> Losses:
-    """Of the loss [n] of each target: `counted_BN` is true at the tokens that predict them, which give the segments.
+    """Sums the loss [n] of each target: `counted_BN` is true at the tokens that predict them, which give the segments.
 
     A model without segments has a `segment_length` of None.
     """

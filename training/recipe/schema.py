@@ -234,7 +234,7 @@ class Recipe(Section):
     def _check_former_keys(cls, fields: Any) -> Any:
         for key in fields if isinstance(fields, dict) else ():
             if key in FORMER_KEYS:
-                raise ValueError(f"{key} is no key of a recipe any more: write {FORMER_KEYS[key]}")
+                raise ValueError(f"{key} is not a key of a recipe any more: write {FORMER_KEYS[key]}")
         model = fields.get("model") if isinstance(fields, dict) else None
         if isinstance(model, dict) and model.get("kind") == "llama":
             raise ValueError("model.kind=llama is called stock now: write model.kind=stock")
@@ -347,7 +347,7 @@ def _check_steps(recipe: Recipe) -> None:
         multiples["curriculum.patience"] = recipe.curriculum.patience
     for name, value in multiples.items():
         if value % recipe.log_every:
-            raise ValueError(f"{name}={value} is no multiple of log_every={recipe.log_every}: change one of them")
+            raise ValueError(f"{name}={value} is not a multiple of log_every={recipe.log_every}: change one of them")
 
 
 def _check_objective(recipe: Recipe) -> None:

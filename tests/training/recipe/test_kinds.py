@@ -128,9 +128,9 @@ def test_the_dry_run_says_that_it_does_not_count_them(recipe):
 
 def test_their_keys_are_checked(kinds, tmp_path):
     path = recipe_in(tmp_path)
-    with pytest.raises(ValueError, match="model.segment_length is no key of model.kind=bigrams, which has .*width"):
+    with pytest.raises(ValueError, match="model.segment_length is not a key of model.kind=bigrams, which has .*width"):
         load_recipe(path, ["model.segment_length=4"])
     with pytest.raises(ValueError, match="objective.ahead is missing"):
         load_recipe(path, ["objective={kind: skip}"])
-    with pytest.raises(ValueError, match="objective.after is no key of objective.kind=skip"):
+    with pytest.raises(ValueError, match="objective.after is not a key of objective.kind=skip"):
         load_recipe(path, ["objective.after=4"])

@@ -243,7 +243,7 @@ def test_cells_do_not_depend_on_the_batches(monkeypatch):
     [
         ({"pairs": (1, 32), "lengths": (1024, 200)}, "pairs=32 of the form single need 214 tokens and 200 are allowed"),
         ({"pairs": (600,)}, "pairs=600, and there are keys for 1 to 576"),
-        ({"forms": ("two",)}, "no form 'two': choose from single, multi_value, overwritten"),
+        ({"forms": ("two",)}, "unknown form 'two': choose from single, multi_value, overwritten"),
         ({"pairs": (2, 2)}, "twice"),
         ({"overwritten": 1.5}, "a share of 1.5: pass 0 to 1"),
         ({"values": 40, "forms": ("multi_value",)}, "values=40, and a key can have 1 to 32"),

@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_named():
         ({"pairs": 0}, "pairs=0, and"),
         ({"pairs": 1, "form": "two"}, "no form='two': choose from single, multi_value, overwritten"),
         ({"pairs": 1, "form": "multi_value", "values": 33}, "values=33, and a key can have 1 to 32"),
-        ({"pairs": 1, "form": "overwritten", "overwritten": 2}, "overwritten=2 is no share"),
+        ({"pairs": 1, "form": "overwritten", "overwritten": 2}, "overwritten=2 is not a share"),
     ],
 )
 def test_impossible_tasks_are_named(options, message):

@@ -158,6 +158,18 @@ def test_rows_are_selected_repeated_and_copied():
     torch.testing.assert_close(model(more[:3], past_key_values=repeated).logits, plain)
 
 
+def test_a_selected_row_that_reads_nothing_keeps_its_last_logits():
+    """A row whose next columns are all padding returns the logits of the last token it has read."""
+    model, ids, more = tiny_model(), random_ids(3, 12), random_ids(3, 4, seed=1)
+    read = model(ids, use_cache=True)
+    cache, mask = read.past_key_values, torch.ones(3, 16, dtype=torch.long)
+    cache.batch_select_indices(torch.tensor([2, 0, 1]))
+    mask[:2, 12:] = 0
+    after = model(more, past_key_values=cache, attention_mask=mask).logits
+    for new_row, row in enumerate((2, 0)):
+        torch.testing.assert_close(after[new_row], read.logits[row, -1:].expand(4, -1), atol=1e-12, rtol=0)
+
+
 def test_reset_removes_all_texts():
     model, ids = tiny_model(), random_ids(2, 13)
     cache = model(random_ids(5, 8)).past_key_values

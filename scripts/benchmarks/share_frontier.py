@@ -87,9 +87,8 @@ def segment_lengths() -> Table:
     rows = []
     for length in sorted({length for _, length in found}):
         fold = found["1", length][0]["curve"][0]["loss"] - stock
-        for share in sorted(
-            {share for share, at in found if at == length}, key=lambda share: -float(share.split(":")[0])
-        ):
+        shares = {share for share, at in found if at == length}
+        for share in sorted(shares, key=lambda share: [-float(part) for part in share.split(":")]):
             runs = found[share, length]
             before = runs[0]["curve"][0]["loss"] - stock
             left = [record["curve"][-1]["loss"] - stock for record in runs]

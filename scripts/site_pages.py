@@ -115,7 +115,7 @@ def _command(command: Any, names: list[str], lines: list[str]) -> None:
     lines += ["", f"{'#' * min(len(names), 3)} {' '.join(names)}", "", _paragraphs(command.help)]
     params = [param for param in command.params if not getattr(param, "hidden", False)]
     if params:
-        lines += ["", "| option | default | meaning |", "|---|---|---|"]
+        lines += ["", "| option | default | meaning {: .meaning } |", "|---|---|---|"]
     for param in params:
         name = ", ".join(param.opts) if param.param_type_name == "option" else param.name.upper()
         default = "required" if param.required else _value(param.default)
@@ -144,7 +144,7 @@ def _section(section: type, prefix: str, title: str, lines: list[str], written: 
         return
     written.add((prefix, section))
     lines += ["", f"## {title}", "", _paragraphs(section.__dict__.get("__doc__"))]
-    lines += ["", "| key | type | default | resume | meaning |", "|---|---|---|---|---|"]
+    lines += ["", "| key | type | default | resume | meaning {: .meaning } |", "|---|---|---|---|---|"]
     nested = []
     for name, field in section.model_fields.items():
         key = prefix + name

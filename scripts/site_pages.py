@@ -63,18 +63,25 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files: Files) -> str:
-    """Turns links to files outside `docs` into plain text, because the site doesn't have these files."""
+    """Adapts the links of a page to the site.
+
+    Links to files outside `docs`, which the site lacks, become text. Those to a page by its file name get its title.
+    Each plot on a line of its own links to its file.
+    """
 
     def link(match: re.Match) -> str:
         text, target = match.groups()
         folder = PurePosixPath(page.file.src_uri).parent
         path = (ROOT / "docs" / folder / target.split("#")[0]).resolve()
         if "://" in target or target.startswith("#") or (path.is_relative_to(ROOT / "docs") and not path.is_dir()):
-            return match[0]
+            if text != path.name or path.suffix != ".md":
+                return match[0]
+            return f"[{files.get_file_from_path(path.relative_to(ROOT / 'docs').as_posix()).page.title}]({target})"
         assert path.exists(), f"{page.file.src_uri} links to {target}, which does not exist"
         return text
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", link, markdown)
+    markdown = re.sub(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)", link, markdown)
+    return re.sub(r"^(!\[[^\]]*\]\(([^)\s]+)\))$", r"[\1](\2)", markdown, flags=re.MULTILINE)
 
 
 def home() -> str:
@@ -108,7 +115,7 @@ def _command(command: Any, names: list[str], lines: list[str]) -> None:
     lines += ["", f"{'#' * min(len(names), 3)} {' '.join(names)}", "", _paragraphs(command.help)]
     params = [param for param in command.params if not getattr(param, "hidden", False)]
     if params:
-        lines += ["", "| option | default | meaning |", "|---|---|---|"]
+        lines += ["", "| option | default | meaning {: .meaning } |", "|---|---|---|"]
     for param in params:
         name = ", ".join(param.opts) if param.param_type_name == "option" else param.name.upper()
         default = "required" if param.required else _value(param.default)
@@ -137,7 +144,7 @@ def _section(section: type, prefix: str, title: str, lines: list[str], written: 
         return
     written.add((prefix, section))
     lines += ["", f"## {title}", "", _paragraphs(section.__dict__.get("__doc__"))]
-    lines += ["", "| key | type | default | resume | meaning |", "|---|---|---|---|---|"]
+    lines += ["", "| key | type | default | resume | meaning {: .meaning } |", "|---|---|---|---|---|"]
     nested = []
     for name, field in section.model_fields.items():
         key = prefix + name
@@ -202,4 +209,5 @@ def _value(value) -> str:
         return ""
     if hasattr(value, "model_dump"):
         return "its defaults"
-    return f"`{getattr(value, 'value', value)}`"
+    text = str(getattr(value, "value", value))
+    return "<code>" + text.replace(",", ",<wbr>") + "</code>" if len(text) > 20 else f"`{text}`"

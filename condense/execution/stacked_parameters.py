@@ -18,7 +18,7 @@ JOINED = (
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
 )
-JOINING_DEVICES = ("cuda",)  # on a CPU fewer products are not faster: docs/performance.md
+JOINING_DEVICES = ("cuda",)  # on a CPU fewer products are not faster: docs/speed.md
 
 
 def stacked_parameters(layers: nn.ModuleList) -> dict[str, "StackedParameter"]:

@@ -49,3 +49,20 @@ def test_a_link_that_leaves_the_documentation_becomes_text():
     )
     with pytest.raises(AssertionError, match="missing"):
         site_pages.on_page_markdown("[b](../condense/missing.py)", page, None, None)
+
+
+def test_a_link_by_file_name_shows_the_title_of_the_page():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="results/depth/README.md"))
+    titles = {"depth.md": SimpleNamespace(page=SimpleNamespace(title="Continuous depth"))}
+    files = SimpleNamespace(get_file_from_path=titles.__getitem__)
+    text = "[depth.md](../../depth.md#solvers) and [the solvers](../../depth.md)"
+    assert site_pages.on_page_markdown(text, page, None, files) == (
+        "[Continuous depth](../../depth.md#solvers) and [the solvers](../../depth.md)"
+    )
+
+
+def test_a_plot_opens_its_file():
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="depth.md"))
+    assert site_pages.on_page_markdown("Text.\n\n![a plot](results/x.png)\n", page, None, None) == (
+        "Text.\n\n[![a plot](results/x.png)](results/x.png)\n"
+    )

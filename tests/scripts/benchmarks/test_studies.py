@@ -96,7 +96,7 @@ def test_the_drift_between_two_logs(tmp_path, capsys):
 
 
 def test_the_stored_drift_is_that_of_the_docs():
-    """docs/performance.md: equal losses, and norms at most 2e-7 of their size apart."""
+    """docs/speed.md: equal losses, and norms at most 2e-7 of their size apart."""
     logs = json.loads((RESULTS / "gpu" / "h100" / "zero2.json").read_text())
     losses, norms = schedule_drift.table(logs).rows
     assert losses[1:3] == ["20", "20"] and float(norms[-1]) < 2e-7

@@ -68,7 +68,7 @@ def test_records_are_a_plain_loop(name, kind, words):
     reader, item = (stock_reader if kind == "stock" else folded_reader)(words), ITEMS[name]
     record = reader.record(item)
     if kind == "folded" and name == "equal":
-        assert record["reason"] == "a folded model knows no positions but those that durations give"
+        assert record["reason"] == "a folded model computes positions only from durations"
         return
     ids = words(TEXT)["input_ids"]
     assert ids[0] == 1
@@ -219,7 +219,7 @@ def test_errors_against_the_densest(rule, kind, words, monkeypatch):
     item = Item("n", "g", text, "densify", (1, 4), "tokens", facts={"rule": rule})
     record = transformations.Density.record(reader, item)
     if (kind, rule) == ("folded", "trapezoid"):
-        assert record["reason"] == "a folded model knows rectangles only"
+        assert record["reason"] == "a folded model supports rectangles only"
         return
     corners_ND = reader.lm.model.get_input_embeddings().weight.detach()[words(text)["input_ids"]]
 

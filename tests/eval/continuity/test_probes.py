@@ -225,8 +225,8 @@ def test_words_that_are_not_known_are_counted(folder, tmp_path, undrawn):
 def test_a_folded_models_own_limits(folder, tmp_path, undrawn):
     results, _ = probed(tmp_path, "density", folder / "folded")
     reasons = {record["reason"] for record in results["models"][0]["records"] if not record["valid"]}
-    assert "a folded model knows rectangles only" in reasons
-    assert "a folded model knows no positions but those that durations give" in reasons
+    assert "a folded model supports rectangles only" in reasons
+    assert "a folded model computes positions only from durations" in reasons
     assert set(results["models"][0]["summary"]["rules"]) == {"France, rectangles"}
 
 
@@ -321,12 +321,12 @@ def test_positions_at_the_start(folder, tmp_path, undrawn):
     factors below 1 are left out, and counted."""
     results, shown = probed(tmp_path, "scaling", folder / "gpt2")
     assert results["models"][0]["position_anchor"] == "start" and results["models"][0]["summary"]["valid"] == 4
-    assert "gpt2 learned its positions" in shown and "left out" not in shown
+    assert "gpt2 has learned positions" in shown and "left out" not in shown
     results, shown = probed(tmp_path / "end", "scaling", folder / "gpt2", options=["--position-anchor", "end"])
     assert results["models"][0]["position_anchor"] == "end" and results["models"][0]["summary"]["valid"] == 4
     below = sum(factor < 1 for factor in SCALES)
     assert [len(record["left_out"]) for record in results["models"][0]["records"]] == [below] * 4
-    assert "learned its positions" not in shown and "factors that are left out" in shown
+    assert "has learned positions" not in shown and "factors that are left out" in shown
 
 
 def test_speed_is_measured_once(folder, tmp_path, undrawn, monkeypatch):
@@ -382,8 +382,8 @@ def test_models_side_by_side(name, folder, tmp_path, monkeypatch):
     assert any(record["valid"] for record in results["models"][1]["records"])
     reasons = [record.get("reason", "") for model in results["models"] for record in model["records"]]
     assert not any("position_anchor='start'" in reason for reason in reasons)
-    told = "gpt2 learned its positions, from 0 on: tokens stand at the start of their intervals"
-    assert told in shown and "llama" in shown and "llama learned" not in shown
+    told = "gpt2 has learned positions: tokens are at the start of their intervals"
+    assert told in shown and "llama" in shown and "llama has learned" not in shown
 
 
 def test_another_measurement_is_not_gone_on_with(folder, tmp_path, undrawn):
@@ -417,10 +417,19 @@ def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path,
     ("arguments", "message"),
     [
         (["weight", "--model", "llama"], "no probe 'weight': choose one of counting, .*memory, or all"),
-        (["counting", "--model", "llama", "--template", "apart"], "template='apart': counting has sentence and listed"),
-        (["counting", "--model", "llama", "--template", "x"], "template='x': counting has sentence and listed"),
-        (["sums", "--model", "llama", "--template", "listed"], "template='listed': sums has sentence and spaced"),
-        (["events", "--model", "llama", "--template", "listed"], "events has sentence\\."),
+        (
+            ["counting", "--model", "llama", "--template", "apart"],
+            "template='apart' is unknown to counting: choose sentence or listed",
+        ),
+        (
+            ["counting", "--model", "llama", "--template", "x"],
+            "template='x' is unknown to counting: choose sentence or",
+        ),
+        (
+            ["sums", "--model", "llama", "--template", "listed"],
+            "'listed' is unknown to sums: choose sentence or spaced",
+        ),
+        (["events", "--model", "llama", "--template", "listed"], "unknown to events: choose sentence\\."),
         (["boolean", "--model", "llama", "--data", "x.json"], "boolean has no data set: leave out --data"),
         (["boolean", "--model", "llama", "--limit", "3"], "leave out --data and --limit"),
         (["translation", "--model", "llama", "--limit", "3"], "translation has no data set"),
@@ -429,7 +438,7 @@ def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path,
         (["memory", "--model", "llama"], "llama is a stock model and has no memory"),
         (["memory", "--model", "folded", "--model", "llama"], "llama is a stock model and has no memory"),
         (["all", "--model", "llama", "--data", "x.json"], "--data belongs to one probe"),
-        (["all", "--model", "llama", "--template", "x"], "template='x': no probe has"),
+        (["all", "--model", "llama", "--template", "x"], "template='x' is unknown to all probes"),
         (["counting", "--model", "llama", "--dtype", "foo"], "dtype='foo' is not known: choose one of"),
         (["counting", "--model", "llama", "--attention", "foo"], "attn_implementation='foo' is not known"),
         (["counting", "--model", "llama", "--attention", "flash_attention_2"], "'flash_attention_2' needs a GPU and"),

@@ -184,7 +184,7 @@ def test_authors_prompts_are_templates():
     assert published["Question: Repeat the word forks. Answer:"] == "Question: Repeat the word spoons. Answer:"
     assert published["cats are usually kept as"] == "dogs are usually kept as"
     assert "Repeat the word cats." in own and "Repeat the word cats." not in published
-    with pytest.raises(ValueError, match=r"template='spaced': boolean has sentence and published\."):
+    with pytest.raises(ValueError, match=r"template='spaced' is unknown to boolean: choose sentence or published\."):
         Boolean.check(options(template="spaced"))
 
 

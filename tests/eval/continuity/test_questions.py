@@ -210,7 +210,7 @@ def test_the_llama_fits_its_tokenizer(folder, tokenizers, kind):
 def test_the_same_for_a_seed(folder, tmp_path):
     arguments = ["--seed", "1", "--questions", "200", "--width", "16", "--layers", "1"]
     done = CliRunner().invoke(app, ["sample", "questions", str(tmp_path / "same"), *arguments], catch_exceptions=False)
-    assert "200 questions to count, as many to add and to answer" in done.stdout
+    assert "200 questions each to count, add and answer" in done.stdout
     write_questions(tmp_path / "other", seed=2, num_questions=200, width=16, layers=1)
     for name in ("counting", "adding", "answering"):
         assert read(tmp_path / "same", name) == read(folder, name)[:200]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from condense.cli import app
 from condense.eval import ranks
 from condense.eval.autoregressivity import training
-from condense.eval.autoregressivity.ablation import Ablation, Summary, changes
+from condense.eval.autoregressivity.ablation import Ablation, changes
 from condense.eval.autoregressivity.experiments import EXPERIMENTS, ablate, ablate_all
 from condense.eval.autoregressivity.grid import (
     CONTROL,
@@ -35,6 +35,7 @@ from condense.eval.autoregressivity.options import AblationOptions
 from condense.eval.autoregressivity.pictures import draw_summary
 from condense.eval.autoregressivity.setup import SMALL as SMALL_SIZE
 from condense.eval.autoregressivity.setup import Setup, Size
+from condense.eval.autoregressivity.summary import summarize, tables
 from condense.eval.autoregressivity.text_quality import generate, text_quality
 from condense.eval.autoregressivity.training import loss_at
 from condense.eval.report import write_report
@@ -195,10 +196,10 @@ def test_the_summary_ranks_by_cost(tmp_path):
 
     changes_of = dict(zip(PROPERTIES, (0.1, 0.5, -0.1, 0.2, 0.0), strict=True))
     results = {name: found(change, 0.0) for name, change in changes_of.items()}
-    summary = Summary.of(results)
+    summary = summarize(results)
     write_results(tmp_path / "ablation", summary, summary["rows"])
     draw_summary(summary, tmp_path / "ablation")
-    first, every = Summary.tables(json.loads((tmp_path / "ablation.json").read_text()))
+    first, every = tables(json.loads((tmp_path / "ablation.json").read_text()))
     names = [row[0] for row in first.rows]
     assert names[:2] == ["weight sharing", "frequent supervision"] and names[-1] == "teacher forcing"
     by_name = {row[0]: row for row in first.rows}
@@ -214,7 +215,7 @@ def test_the_summary_ranks_by_cost(tmp_path):
         values = results["weight_sharing"]["values"]
         values += [value | {"variant": name, "change": [change] * 2} for name, change in (("w", 0.7), (CONTROL, 0.9))
                    for value in values[:3] if value["model"] == model]  # fmt: skip
-    first, _ = Summary.tables(Summary.of(results))
+    first, _ = tables(summarize(results))
     by_name = {row[0]: row for row in first.rows}
     ranks = [by_name[name.replace("_", " ")][1] for name in PROPERTIES]
     assert ranks == ["2-3", "1", "5", "2-3", "4"]
@@ -267,7 +268,7 @@ def test_refusals(folder, tmp_path):
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path in texts:
         path.write_text("some words " * 2000)
-    with pytest.raises(ValueError, match="has the models of other texts or sizes: pass another --output"):
+    with pytest.raises(ValueError, match="has models of other texts or sizes: pass another --output"):
         Setup(AblationOptions(text=texts[0], held_out=texts[1]), folder).make()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=301, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                          num_attention_heads=1))  # fmt: skip
@@ -286,7 +287,7 @@ def test_refusals(folder, tmp_path):
 @pytest.mark.slow
 def test_all_of_it_small(tmp_path):
     results = ablate_all(tmp_path, SMALL)
-    assert len(results) == len(EXPERIMENTS) + 1 and len(Summary.tables(results["ablation"])[0].rows) == 5
+    assert len(results) == len(EXPERIMENTS) + 1 and len(tables(results["ablation"])[0].rows) == 5
     assert "what it costs to halve each property" in write_report(tmp_path).read_text()
 
 

@@ -61,7 +61,7 @@ def test_the_experiment_from_end_to_end(tmp_path, monkeypatch):
     assert not list((tmp_path / "synthetic_states/runs").iterdir())
     assert not (tmp_path / "synthetic_states/inputs/reference").exists()  # which nothing needs here
     assert "states between tokens" in write_report(tmp_path).read_text()
-    monkeypatch.setattr("condense.eval.autoregressivity.synthetic_states.train_alone", pytest.fail)
+    monkeypatch.setattr("condense.eval.autoregressivity.setup.train_alone", pytest.fail)
     assert ablate("synthetic_states", tmp_path, options)["cells"] == results["cells"]  # nothing is trained again
 
 

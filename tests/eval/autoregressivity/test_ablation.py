@@ -62,7 +62,7 @@ def test_every_value_is_an_objective_and_every_property_can_be_halved():
 
 
 def test_changes_by_hand():
-    """An ablated model with twice the operations is read at half of the steps; k heads by the loss as generated."""
+    """An ablated model with twice the operations is read at half of the steps, and k heads by the loss as generated."""
     neutral = {"loss": 2.0, "operations_per_step": 10.0}
     curve = [{"step": 0, "loss": 5.0}, {"step": 4, "loss": 4.0}, {"step": 8, "loss": 3.0}]
     ablated = {"loss": 3.0, "operations_per_step": 20.0, "curve": curve}
@@ -135,7 +135,7 @@ def test_operations_of_a_stock_llama_by_hand(folder):
     size, vocab_size = Setup(SMALL, folder).size, len(Setup(SMALL, folder).tokenizer)
     tokens, hidden, inner = size.batch * size.length, size.hidden_size, 40
     weights = 4 * hidden * hidden + 3 * hidden * inner + hidden * vocab_size
-    attention = 2 * size.length * hidden  # scores and sums of values, of a token
+    attention = 2 * size.length * hidden  # scores and sums of values for a token
     expected = 3 * 2 * tokens * (weights + attention)
     assert operations_of(folder, "stock", {"kind": "next_token"}) == pytest.approx(expected, rel=1e-3)
 
@@ -154,7 +154,7 @@ def test_operations_are_those_of_torch_without_what_is_computed_again(folder, ob
 
 
 def test_decoding_without_gradients_counts_once(folder):
-    """One of two tokens is decoded in a forward pass of its own, beside the pass with gradients."""
+    """One of two tokens is decoded in a separate forward pass, beside the pass with gradients."""
     plain = operations_of(folder, "stock", {"kind": "next_token"})
     fed = operations_of(folder, "stock", {"kind": "free_running", "steps": 2, "feedback": "argmax"})
     assert 1.2 * plain < fed < 1.4 * plain
@@ -177,7 +177,7 @@ def test_two_commands_train_a_model_once(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_grid_goes_on(folder, monkeypatch):
-    """A model that was trained is not trained again, also for another property."""
+    """A trained model is not trained again, not even for another property."""
     monkeypatch.setattr("condense.eval.autoregressivity.training._train", lambda cell, setup: pytest.fail(cell.folder))
     (folder / "ablation_complete_supervision.records.jsonl").unlink()
     ablate("complete_supervision", folder, SMALL)
@@ -204,7 +204,7 @@ def test_the_summary_ranks_by_cost(tmp_path):
     assert names[:2] == ["weight sharing", "frequent supervision"] and names[-1] == "teacher forcing"
     by_name = {row[0]: row for row in first.rows}
     assert [by_name[name.replace("_", " ")][1] for name in PROPERTIES] == ["3", "1", "5", "2", "4"]
-    # The loss of the diffusion model does not see its steps; the others have the ranks 1 to 4 there.
+    # The loss of the diffusion model does not see its steps; the other properties have the ranks 1 to 4.
     assert by_name["task subdivision"][7:] == ["-"] * 3
     assert [by_name[name.replace("_", " ")][7] for name in list(PROPERTIES)[1:]] == ["1", "4", "2", "3"]
     assert len(every.rows) == 15
@@ -224,7 +224,7 @@ def test_the_summary_ranks_by_cost(tmp_path):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_samples_of_fewer_steps_take_fewer_evaluations(folder):
-    """1,000 / k steps, and 40 / k evaluations, which are 25 steps of 1,000 apart and so go through all residues."""
+    """Models of 1,000 / k steps take 40 / k evaluations, which are 25 of 1,000 steps apart and reach all residues."""
     ablate("task_subdivision", folder, SMALL)
     results = json.loads((folder / "ablation_task_subdivision.json").read_text())
     evaluations = {c["level"]: c["quality"]["evaluations"] for c in results["cells"] if c["model"] == "diffusion"}

@@ -1,4 +1,4 @@
-"""Data sets, those of the package and those of users."""
+"""The package's data sets, and users' own."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_shipped_tutorials_count_their_steps():
 
 
 def test_shipped_sums_can_tell_a_shrunk_number():
-    """Two-digit numbers, each shrunk once; the right first digit is none of the shrunk ones."""
+    """Two-digit numbers, each shrunk once. The right first digit is not among the shrunk labels."""
     by_question = {}
     for record in load("sums"):
         first, second = record["fields"]["item_1"], record["fields"]["item_2"]

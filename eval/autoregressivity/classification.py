@@ -1,4 +1,4 @@
-"""Compares a digit classifier that walks to the label in T steps with shared weights to direct classifiers."""
+"""Compares direct digit classifiers with one that walks to the label in T steps with shared weights."""
 
 import time
 from collections.abc import Sequence

@@ -36,9 +36,10 @@ def _inputs(values: np.ndarray) -> np.ndarray:
 
 
 def frechet_distance(one_NF: np.ndarray, other_NF: np.ndarray) -> float:
-    """Returns the squared Fréchet distance between normal distributions with the means and covariances of two sets.
+    """Returns the squared Fréchet distance |m - m'|² + tr(C + C' - 2 (C C')^½) of two sets with means m, m' and
+    covariances C, C'.
 
-    |m - m'|² + tr(C + C' - 2 (C C')^½). Raises `ValueError` for fewer than two samples.
+    It takes both as normally distributed. Raises `ValueError` for fewer than two samples.
     """
     if min(len(one_NF), len(other_NF)) < 2:
         raise ValueError(f"{len(one_NF)} and {len(other_NF)} images have no covariance: compare at least 2 of each.")

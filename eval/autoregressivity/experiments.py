@@ -14,7 +14,7 @@ from .grid import PROPERTIES
 from .options import AblationOptions
 
 if TYPE_CHECKING:
-    from ..runner import Results, Task
+    from ..runner import Results
 
 ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
 # Each class is a task with the arguments (options, output) and the kind `ablation_NAME`.
@@ -35,13 +35,6 @@ def shown_by(kind: str) -> Any:
     return resolve_name(DESIGNS.get(kind.removeprefix("ablation_"), ABLATION))
 
 
-def make_task(name: str, output: Path, options: AblationOptions) -> "Task":
-    """Returns the ablation of a property, or the experiment on a design."""
-    if name in DESIGNS:
-        return resolve_name(DESIGNS[name])(options, output)
-    return resolve_name(ABLATION)(name, options, output)
-
-
 def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None":
     """Runs one experiment; returns the contents of its JSON file, or None in all processes except the first.
 
@@ -53,7 +46,9 @@ def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None
     if options.ranks > 1:
         call_on_ranks(options.ranks, ablate, name, output, replace(options, ranks=1))
         return json.loads((output / f"ablation_{name}.json").read_text(encoding="utf-8"))
-    ranks, task = join(), make_task(name, output, options)
+    ranks = join()
+    arguments = (options, output) if name in DESIGNS else (name, options, output)
+    task = resolve_name(DESIGNS.get(name, ABLATION))(*arguments)
     if ranks is None or ranks.is_first:
         return run(task, output, ranks)
     measure_share(task, ranks, ranks.pending(task.settings()))

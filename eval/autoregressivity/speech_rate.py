@@ -1,7 +1,8 @@
 """Talking slower: if the tokens of a text have durations by a schedule, does the next-token loss change?
 
-Folded models are trained without durations, and with the durations of each schedule. They read held-out text with
-durations of one and with their own. The control has the same durations, but in an order unrelated to the tokens.
+Folded models are trained without durations, and with the durations of each schedule. The model without durations reads
+held-out text with those of every schedule, the others with their own and with durations of one. A schedule's control
+has the same durations in an order unrelated to the tokens.
 
 Axes: B texts, N tokens of a text, P tokens of a prompt.
 """

@@ -4,7 +4,7 @@ Axes: F factors, V vocabulary.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -112,4 +112,9 @@ def _visible(tokenizer: Any, token: int) -> str:
 
 def class_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:
     """Returns the probability of each class at each factor."""
-    return {name: probabilities_FV[:, tokens].sum(1).tolist() for name, tokens in classes.items()}
+    return {name: shortened(probabilities_FV[:, tokens].sum(1).tolist()) for name, tokens in classes.items()}
+
+
+def shortened(values: Iterable[float]) -> list[float]:
+    """Rounds to six significant digits, so small probabilities keep their order."""
+    return [float(f"{value:.6g}") for value in values]

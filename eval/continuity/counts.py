@@ -1,4 +1,4 @@
-"""The probes of counts, of words and of events: does a shorter word or sentence count for less (tables 1 to 5)?"""
+"""The probes that count words and events: does a shorter word or sentence count for less (tables 1 to 5)?"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar

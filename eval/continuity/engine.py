@@ -13,7 +13,7 @@ from condense.continuity.adapter import OutsideTable
 from condense.continuity.spans import containing_span, encode_with_offsets, span_between
 from condense.text import template_tokens
 
-from .classes import Classes, class_curves, likely_tokens, watched_classes
+from .classes import class_curves, likely_tokens, shortened, watched_classes
 from .items import Item, NotValid, Watched
 from .options import Rule
 
@@ -66,7 +66,7 @@ class Reader(NamedTuple):
     def tokens(self, item: Item, rule: Rule | None = None) -> list[int]:
         """Returns the tokens that shrink, by the reader's rule or another one. Raises `NotValid`.
 
-        The exact rule takes the tokens of the text's parts, the published rule those of one span, if the item has one.
+        The exact rule takes the tokens of the text's parts. The published rule takes one span, if the item has one.
         """
         if (rule or self.spans) == "published" and item.containing:
             try:
@@ -91,7 +91,7 @@ class Reader(NamedTuple):
 
     def curves(self, probabilities_FV: torch.Tensor, watched: Watched) -> dict[str, list[float]]:
         """Returns the curves of the watched classes; none for `tokens`. Raises `NotValid`."""
-        return _short_curves(probabilities_FV, watched_classes(self.tokenizer, watched, self.classes))
+        return class_curves(probabilities_FV, watched_classes(self.tokenizer, watched, self.classes))
 
     def rules_that_allow(self, item: Item) -> dict[str, bool]:
         """Returns for each rule whether it finds the tokens that shrink; nothing if the item has only one rule."""
@@ -133,7 +133,7 @@ class Reader(NamedTuple):
         because = next(iter(outside.values()))
         if not kept:
             raise because
-        return kept, {"left_out": [*map(_short, outside)], "because": str(because)}
+        return kept, {"left_out": shortened(outside), "because": str(because)}
 
     def curves_of(self, item: Item) -> Record:
         """Returns the fields of a valid item's record. Raises `NotValid` and `OutsideTable`."""
@@ -145,16 +145,16 @@ class Reader(NamedTuple):
         if plain:
             probabilities_FV, plain_V = probabilities_FV[:-1], probabilities_FV[-1]
             facts |= {
-                "distance": [_short(value) for value in ((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()],
+                "distance": shortened(((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()),
                 "same_top": (probabilities_FV.argmax(1) == plain_V.argmax()).tolist(),
-                "top": [_short(value) for value in probabilities_FV[:, plain_V.argmax()].tolist()],
+                "top": shortened(probabilities_FV[:, plain_V.argmax()].tolist()),
             }
         likely = likely_tokens(probabilities_FV, self.tokenizer)
         counted = {token for tokens in watched.values() for token in tokens}
         return {
-            "factors": [*map(_short, sentences)],
-            "curves": self.curves(probabilities_FV, item.watched),
-            "likely": _short_curves(probabilities_FV, likely),
+            "factors": shortened(sentences),
+            "curves": class_curves(probabilities_FV, watched),
+            "likely": class_curves(probabilities_FV, likely),
             "unwatched": [name for name, tokens in likely.items() if not counted.intersection(tokens)],
             **facts,
         }
@@ -167,13 +167,3 @@ def checked(item: Item, measure: Callable[[], Record], allowed: Mapping[str, boo
         return named | {"valid": True} | measure()
     except (NotValid, OutsideTable) as reason:
         return named | {"valid": False, "reason": str(reason)}
-
-
-def _short_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:
-    curves = class_curves(probabilities_FV, classes)
-    return {name: [_short(value) for value in curve] for name, curve in curves.items()}
-
-
-def _short(value: float) -> float:
-    """Rounds to six significant digits, so small probabilities keep their order."""
-    return float(f"{value:.6g}")

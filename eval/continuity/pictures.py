@@ -1,6 +1,7 @@
 """Pictures of the probes: probabilities against the factor, as in the papers."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from ..results import picture, set_log_scale
 from .aggregation import SET, answers, percent
 from .classes import DIGITS, SHOWN_FROM
 
-ANSWER_COLORS = {digit: f"C{digit}" for digit in DIGITS} | {"yes": "C0", "no": "C1"}  # the same in every panel
-OTHER_COLORS = {"other tokens": "grey", "other digits": "silver"}
-STYLES = ("-", "--", "-.")
+# Colours and line styles that are the same in every panel.
+LOOKS = {digit: (f"C{digit}", "-") for digit in DIGITS} | {"yes": ("C0", "-"), "no": ("C1", "-")}
+LOOKS |= {"other tokens": ("grey", ":"), "other digits": ("silver", ":")}
 MOST_PANELS = 4  # in a row
 COLUMNS_BELOW = 3
 MOST_DRAWN = 12  # prompts of a group with a panel each; more are drawn as their mean
@@ -70,20 +71,10 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
 
 def _looks(names: list[str]) -> list[dict[str, str]]:
     """Returns the colour and style of each curve of a panel. A named token differs from an answer in one of them."""
-    taken = [ANSWER_COLORS[name] for name in names if name in ANSWER_COLORS]
-    colors = [f"C{number}" for number in range(10)]
-    pairs = [(color, style) for style in STYLES for color in colors if style != STYLES[0] or color not in taken]
-    named, looks = 0, []
-    for name in names:
-        if name in OTHER_COLORS:
-            color, style = OTHER_COLORS[name], ":"
-        elif name in ANSWER_COLORS:
-            color, style = ANSWER_COLORS[name], STYLES[0]
-        else:
-            color, style = pairs[named % len(pairs)]
-            named += 1
-        looks.append({"color": color, "linestyle": style})
-    return looks
+    taken = [LOOKS.get(name) for name in names]
+    looks = [(f"C{number}", style) for style in ("-", "--", "-.") for number in range(10)]
+    free = cycle(look for look in looks if look not in taken)
+    return [dict(zip(("color", "linestyle"), LOOKS.get(name) or next(free), strict=True)) for name in names]
 
 
 def _nothing_said(record: dict[str, Any], shown: dict[str, np.ndarray]) -> str | None:

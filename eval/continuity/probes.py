@@ -17,13 +17,6 @@ PROBES: dict[str, type[Probe]] = {
 }
 
 
-def find_probe(name: str) -> type[Probe]:
-    """Returns the experiment with a name. Raises `ValueError` for an unknown name."""
-    if name not in PROBES:
-        raise ValueError(f"there is no probe {name!r}: choose one of {', '.join(PROBES)}, or all.")
-    return PROBES[name]
-
-
 def shown_by(kind: str) -> type[Probe]:
     """Returns the probe that has the tables for a kind of results."""
     return PROBES[kind.removeprefix("probe_")]
@@ -35,7 +28,9 @@ def probe(name: str, output: Path, options: ProbeOptions) -> Results:
     Raises `ValueError` for an unknown experiment, options that do not apply to it, data of another form, and models
     that can't be probed.
     """
-    return run(find_probe(name).load(options), output)
+    if name not in PROBES:
+        raise ValueError(f"there is no probe {name!r}: choose one of {', '.join(PROBES)}, or all.")
+    return run(PROBES[name].load(options), output)
 
 
 def probe_all(output: Path, options: ProbeOptions) -> dict[str, Results]:

@@ -1,5 +1,6 @@
 """The prompts of the probes, with the spans of characters that vary. Small models are taught to answer them."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,12 +61,8 @@ class Prompt(NamedTuple):
 
 def char_spans_of(text: str, part: str, start: int = 0, end: int | None = None) -> list[CharSpan]:
     """Returns the spans of `part` in `text`, between two characters."""
-    found, end = [], len(text) if end is None else end
-    first = text.find(part, start, end)
-    while first >= 0:
-        found.append((first, first + len(part)))
-        first = text.find(part, first + len(part), end)
-    return found
+    found = re.compile(re.escape(part)).finditer(text, start, len(text) if end is None else end)
+    return [match.span() for match in found]
 
 
 def counting_prompt(
@@ -93,12 +90,7 @@ def tutorial(title: str, steps: Sequence[str]) -> str:
 
 def step_char_spans(text: str) -> list[CharSpan]:
     """Returns the spans of a tutorial's steps."""
-    char_spans, start = [], 0
-    for line in text.split("\n"):
-        if line.startswith("- "):
-            char_spans.append((start, start + len(line)))
-        start += len(line) + 1
-    return char_spans
+    return [match.span() for match in re.finditer("^- .*", text, flags=re.MULTILINE)]
 
 
 def sum_prompt(template: str, fields: dict[str, object], shrunk: str) -> Prompt:

@@ -1,7 +1,7 @@
 """Makes a small Llama, folds it, trains it on the passkey task, measures it, and writes one page.
 
-Run by `scripts/quickstart`. Killed at any point and started again, it resumes: finished stages are kept,
-and training continues from its last complete checkpoint.
+`scripts/quickstart` runs it. If it is killed at any point, the next start resumes: finished stages are kept, and
+training continues from its last complete checkpoint.
 """
 
 import argparse
@@ -31,7 +31,8 @@ RECIPE = Path("passkey_quickstart")
 SEGMENT = 40
 MEMORIES = {"folded": "layer_output", "transformer-xl": "layer_input"}
 PROMPTS_PER_CELL = 20  # times five depths: 100 prompts a length
-# The key directly after the preamble, 26,213 segments before the question. Three prompts take longer than the grid.
+# The key stands directly after the preamble, 26,213 segments before the question. Three prompts take longer than the
+# grid.
 MILLION, MILLION_DEPTH, MILLION_PROMPTS = 2**20, 0, 3
 PROFILE_SHAPE = {"width": 256, "layers": 2}
 PROFILE_SEGMENT = 256
@@ -39,7 +40,7 @@ PROFILE_LENGTHS = "2k,4k,8k"
 
 
 def fold(llama: Path, folder: Path, source: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a start that was killed
     convert(str(llama), folder, segment_length=SEGMENT, memory_source=source)
 
 
@@ -50,7 +51,7 @@ def condense(*arguments) -> None:
 
 
 def at_once(*commands: Sequence[object]) -> None:
-    """Runs commands side by side, each with its part of the cores and a line of its own for its progress bar."""
+    """Runs commands in parallel, each with its part of the cores and its own line for a progress bar."""
     threads = str(max(1, (os.cpu_count() or 1) // len(commands)))
     running = [
         (condense_command(*command), {"OMP_NUM_THREADS": threads} | environment() | {"TQDM_POSITION": str(line)})
@@ -83,7 +84,7 @@ def stage(folder: Path, name: str, work: Callable[[], object]) -> None:
 
 
 def claim(folder: Path, settings: dict) -> None:
-    """Refuses to mix the results of two different runs in one folder."""
+    """Writes the settings of a run. Raises `ValueError` if the folder has the results of another one."""
     path = folder / "settings.json"
     folder.mkdir(parents=True, exist_ok=True)
     if path.exists() and (found := json.loads(path.read_text())) != settings:
@@ -95,10 +96,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "quickstart")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="delete what an earlier run left in the folder")
+    parser.add_argument("--fresh", action="store_true", help="first delete the results of an earlier run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the recipe")
     options = parser.parse_args()
-    # Relative, so that the commands on the page can be run from anybody's checkout.
+    # Relative, so the commands on the page can be run in any checkout.
     folder, start = Path(os.path.relpath(options.output.resolve(), ROOT)), time.perf_counter()
     os.chdir(ROOT)
     check_unlocked(folder, "quickstart")
@@ -161,7 +162,7 @@ def quickstart(folder: Path, options: argparse.Namespace, start: float) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:  # for the user: the message is the answer
+    except ValueError as error:  # written for the user, who needs no traceback
         sys.exit(f"quickstart: {error}")
     except subprocess.CalledProcessError as error:
         sys.exit(f"quickstart: exit code {error.returncode} of {error.cmd[1:4]}, whose messages are above")

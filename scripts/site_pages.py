@@ -1,4 +1,4 @@
-"""Hooks of `mkdocs.yml`: pages that are written from the code, and links that leave the documentation."""
+"""Hooks of `mkdocs.yml`: write pages from the code, and replace links that leave the documentation."""
 
 import inspect
 import re
@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What transformers' `TrainingArguments` calls a key of a recipe.
+# Keys of a recipe, and their names in transformers' `TrainingArguments`.
 TRAINER_NAMES = {
     "output": "output_dir",
     "micro_batch": "per_device_train_batch_size",

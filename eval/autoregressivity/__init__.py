@@ -1,1 +1,1 @@
-"""Measurements of structured autoregressivity: what each of its five properties is worth."""
+"""Measures structured autoregressivity: what each of its five properties is worth."""

@@ -1,12 +1,11 @@
-"""Folded block diffusion against the autoregressive model: the likelihood bound, and quality against evaluations.
+"""Compares folded block diffusion with the autoregressive model: the likelihood bound, and quality by evaluations.
 
-A folded Llama is trained to write blocks of 1, 4, 16 tokens or a whole segment, and once to predict next tokens, from
-the same weights, with the same batches and as many steps.
+A folded Llama is trained to write blocks of 1, 4 or 16 tokens or a whole segment, and once to predict next tokens. All
+models have the same first weights, batches and number of steps.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from shutil import rmtree
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -19,17 +18,16 @@ from ..intervals import interval, shown
 from ..results import Table, picture
 from ..results_store import Record
 from ..runner import Results
-from ..study.training import train_alone
 from .experiment import Experiment, figures, means, titles
 from .pictures import draw_curve
-from .text_quality import generate, text_quality
+from .setup import trained_folder
 
 DRAWS = 16  # of masks, for the bound
 QUALITY = ("reference_loss", "entropy", "distinct_2")
 
 
 class Item(NamedTuple):
-    """`block_length` 0 is the autoregressive model."""
+    """A model to train: a `block_length` of 0 is the autoregressive model."""
 
     block_length: int
     seed: int
@@ -38,9 +36,9 @@ class Item(NamedTuple):
 class Blocks(Experiment[Item]):
     kind = "ablation_blocks"
     about = (
-        "Folded block diffusion: the bound on the negative log likelihood of a token of held-out text, and sampled "
-        "texts, against the autoregressive model from the same weights after as many steps. A block of one token is "
-        "that model. The Monte-Carlo error is that of the draws of masks; intervals are over seeds."
+        "Folded block diffusion against the autoregressive model from the same weights after as many steps: the bound "
+        "on the negative log likelihood of a token of held-out text, and sampled texts. With blocks of one token both "
+        "are the same model. The Monte-Carlo error comes from the draws of masks; intervals are over seeds."
     )
 
     def settings(self) -> dict[str, Any]:
@@ -55,27 +53,22 @@ class Blocks(Experiment[Item]):
         return [Item(block, seed) for block in (0, *self.block_lengths) for seed in range(self.options.seeds)]
 
     def measure(self, item: Item) -> Record:
-        output = self.setup.output / "runs" / f"blocks-{item.block_length}-{item.seed}"
+        output = self.setup.runs / f"blocks-{item.block_length}-{item.seed}"
         objective: dict[str, Any] = {"kind": "next_token"}
         if item.block_length:
             objective = {"kind": "block_diffusion", "block_length": item.block_length}
-        train_alone(self.setup.language_recipe("folded", objective, item.seed, output))
-        model = AutoModelForCausalLM.from_pretrained(output).eval()
-        record = {"bound": bounds(model, self.setup.prompts), "quality": self._qualities(model, item)}
-        rmtree(output)
-        return record
+        with trained_folder(self.setup.language_recipe("folded", objective, item.seed, output)):
+            model = AutoModelForCausalLM.from_pretrained(output).eval()
+            return {"bound": bounds(model, self.setup.prompts), "quality": self._qualities(model, item)}
 
     def _qualities(self, model: Any, item: Item) -> list[dict[str, float]]:
         """Measures texts sampled with fewer and fewer evaluations of a block."""
-        prompt_length = self.setup.size.prompt_length
-        prompts, num_tokens = self.setup.prompts[:, :prompt_length], self.setup.size.length - prompt_length
         found = []
-        steps = item.block_length or 1
+        steps = length = item.block_length or 1
         while steps:
-            further = {"max_denoising_steps": steps, "order": "random"} if item.block_length else {}
-            text_BN = generate(model, prompts, num_tokens, item.seed, **further)
-            evaluations = steps / max(item.block_length, 1)  # of a token
-            found.append({"evaluations": evaluations} | text_quality(self.setup.reference(), text_BN, prompt_length))
+            options = {"max_denoising_steps": steps, "order": "random"} if item.block_length else {}
+            quality = self.setup.generated_quality(model, item.seed, **options)
+            found.append({"evaluations": steps / length} | quality)  # of a token
             steps //= 2
         return found
 
@@ -142,9 +135,9 @@ class Blocks(Experiment[Item]):
 
 @torch.no_grad()
 def bounds(model: Any, text_BN: torch.Tensor) -> dict[str, float]:
-    """The mean bound of a token over all texts and draws of masks, and the standard error over draws.
+    """Returns the mean bound of a token over all texts and draws of masks, and the standard error over draws.
 
-    Of an autoregressive model, the negative log likelihood itself.
+    For an autoregressive model it is the negative log likelihood itself.
     """
     if not isinstance(model, BlockDiffusionForCausalLM):
         return {"mean": float(model(text_BN, labels=text_BN).loss), "monte_carlo_error": 0.0}
@@ -159,7 +152,7 @@ def _of(results: Results, block_length: int) -> list[dict[str, Any]]:
 
 
 def _by_evaluations(records: Sequence[dict[str, Any]]) -> list[tuple[dict[str, float], ...]]:
-    """The qualities of all seeds, by the number of evaluations."""
+    """Returns the qualities of all seeds, for each number of evaluations."""
     return list(zip(*(record["quality"] for record in records), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""A digit classifier that walks to the label in T steps with shared weights, against direct ones."""
+"""Compares direct digit classifiers with one that walks to the label in T steps with shared weights."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from ..results_store import Record
 from ..runner import Results
 from .experiment import Experiment
 from .options import AblationOptions
-from .pictures import draw_curve, log_scale
+from .pictures import draw_curve, log_scale, scaled
 from .walking_classifier import (
     SMALL,
     ClassifierSize,
@@ -31,7 +31,7 @@ COLORS = {WALK: "tab:blue", FREE: "tab:orange", DEEP: "tab:green"}
 
 
 class Cell(NamedTuple):
-    """A classifier to train. `steps` are those of its walk; a deeper direct one has the operations of as many."""
+    """A classifier to train. It walks in `steps` steps; a deeper direct classifier has the operations of that walk."""
 
     classifier: str
     steps: int
@@ -41,9 +41,9 @@ class Cell(NamedTuple):
 class Classification(Experiment[Cell]):
     kind = "ablation_classification"
     about = (
-        "A classifier of digits that walks from the uniform vector to the label in T steps with shared weights, "
-        "trained on true states, against a direct classifier of the same parameters (T = 1) and deeper ones with the "
-        "operations of the walk. Controls: its own states in training, and labels that were shuffled. 360 held-out "
+        "A classifier of digits walks from the uniform vector to the label in T steps with shared weights, trained on "
+        "true states. It is compared with a direct classifier of the same parameters (T = 1), and with deeper ones "
+        "that have the operations of the walk. Controls: its own states in training, and shuffled labels. 360 held-out "
         "images; mean over seeds and 95 % t interval."
     )
 
@@ -128,18 +128,18 @@ class Classification(Experiment[Cell]):
 
 
 def _groups(results: Results) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """The cells of all seeds, by classifier and steps."""
+    """Returns the cells of all seeds, by classifier and steps."""
     cells = sorted(results["cells"], key=lambda cell: (list(STEPS).index(cell["classifier"]), cell["steps"]))
     return groups_of(cells, "classifier", "steps")
 
 
 def _percent(cells: Sequence[dict[str, Any]], name: str) -> str:
-    """A mean share and its interval, which does not leave 0 to 100 %."""
+    """Formats a mean share and its interval, which stays within 0 to 100 %."""
     return shown([cell[name] for cell in cells], 1, LOGIT, unit=100)
 
 
 def _points(cells: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
-    """The difference in accuracy, paired by seed."""
+    """Formats the difference in accuracy, paired by seed."""
     return shown([100 * (cell["accuracy"] - other["accuracy"]) for cell, other in zip(cells, others, strict=True)], 1)
 
 
@@ -156,5 +156,4 @@ def _draw_by_steps(panel: Any, groups: dict, name: str, scale: Scale, unit: floa
 
 
 def _draw_line(panel: Any, places: list[int], found: list, label: str, unit: float) -> None:
-    scaled: list[Any] = [[None if value is None else unit * value for value in one] for one in found]
-    draw_curve(panel, places, scaled, color=COLORS[label], label=label)
+    draw_curve(panel, places, scaled(found, unit), color=COLORS[label], label=label)

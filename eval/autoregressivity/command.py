@@ -1,4 +1,4 @@
-"""`condense study ablations`: the ablations of structured autoregressivity."""
+"""`condense study ablations`: ablations of structured autoregressivity, and designs that follow from them."""
 
 from enum import StrEnum
 from functools import partial

@@ -1,5 +1,4 @@
-"""Shared by all experiments: models of several seeds, stored under the fields of their items, and compared in tables
-and pictures."""
+"""The base of all experiments: models of several seeds, stored by the fields of their items and compared in tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +10,13 @@ from ..results_store import Key, Record
 from ..runner import Results, Task
 from .options import AblationOptions
 from .setup import Setup
-from .text_quality import text_quality
 
 Item = TypeVar("Item", bound=Any)  # a named tuple with a `seed`
-NOT_IN_ROWS = ("curve", "quality", "accuracies")  # of a record, in the lines of the CSV
+NOT_IN_ROWS = ("curve", "quality", "accuracies")  # the fields of a record that the CSV leaves out
 
 
 class Experiment(Task[Item]):
-    """One of the experiments; `about` explains it in the report."""
+    """An experiment; `about` explains it in the report."""
 
     unit = "model"
     about: ClassVar[str]
@@ -34,7 +32,7 @@ class Experiment(Task[Item]):
         return item._asdict()
 
     def described(self, measured: Sequence[tuple[Item, Record]]) -> list[dict[str, Any]]:
-        """The records with the fields of their items."""
+        """Returns the records with the fields of their items."""
         return [{**self.key(item), **record} for item, record in measured]
 
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
@@ -44,23 +42,23 @@ class Experiment(Task[Item]):
         return {"cells": self.described(measured)}
 
     def real_text(self) -> dict[str, float]:
-        """The quality of the held-out text, beside which that of generated texts stands."""
-        return text_quality(self.setup.reference(), self.setup.prompts, self.setup.size.prompt_length)
+        """Measures the held-out text, for comparison with generated texts."""
+        return self.setup.quality(self.setup.prompts)
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return [{name: value for name, value in cell.items() if name not in NOT_IN_ROWS} for cell in results["cells"]]
 
 
 def titles(names: Sequence[str]) -> list[str]:
-    """The names of fields as those of columns."""
+    """Returns the titles of columns from the names of fields."""
     return [name.replace("_", " ") for name in names]
 
 
 def figures(found: dict[str, float], names: Sequence[str]) -> list[str]:
-    """Cells of one text or set of images; a dash if it was not measured."""
+    """Returns the cells of one text or set of images; a dash if it was not measured."""
     return [f"{found[name]:.3f}" if name in found else "-" for name in names]
 
 
 def means(qualities: Sequence[dict[str, float]], names: Sequence[str]) -> list[str]:
-    """Over seeds, with intervals."""
+    """Returns the cells of several seeds: means with intervals."""
     return [shown([quality[name] for quality in qualities], 0 if name == "evaluations" else 3) for name in names]

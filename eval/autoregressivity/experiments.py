@@ -1,6 +1,6 @@
-"""`condense study ablations`: the ablations of the five properties, and the experiments on designs that follow.
+"""The experiments of `condense study ablations`: ablations of the five properties, and designs that follow from them.
 
-A name leads to its class without importing it, since that loads torch.
+Their classes are named and imported when they are used, because that loads torch.
 """
 
 import json
@@ -14,10 +14,10 @@ from .grid import PROPERTIES
 from .options import AblationOptions
 
 if TYPE_CHECKING:
-    from ..runner import Results, Task
+    from ..runner import Results
 
 ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
-# Each is a task with the arguments (options, output), whose kind is `ablation_NAME`.
+# Each class is a task with the arguments (options, output) and the kind `ablation_NAME`.
 DESIGNS: dict[str, str] = {
     "blocks": "condense.eval.autoregressivity.blocks:Blocks",
     "classification": "condense.eval.autoregressivity.classification:Classification",
@@ -29,21 +29,14 @@ EXPERIMENTS = (*PROPERTIES, *DESIGNS)
 
 
 def shown_by(kind: str) -> Any:
-    """The class that has the tables of a result, by the name of its file."""
+    """Returns the class or module that has the tables for a kind of results."""
     if kind == "ablation":
-        return resolve_name("condense.eval.autoregressivity.ablation:Summary")
+        return resolve_name("condense.eval.autoregressivity.summary")
     return resolve_name(DESIGNS.get(kind.removeprefix("ablation_"), ABLATION))
 
 
-def make_task(name: str, output: Path, options: AblationOptions) -> "Task":
-    """The ablation of a property, or the experiment on a design."""
-    if name in DESIGNS:
-        return resolve_name(DESIGNS[name])(options, output)
-    return resolve_name(ABLATION)(name, options, output)
-
-
 def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None":
-    """Runs one experiment; returns what its JSON holds, or None in a process that is not the first of several.
+    """Runs one experiment; returns the contents of its JSON file, or None in all processes except the first.
 
     Raises `ValueError` for texts and reference models that can't be used, before anything is trained.
     """
@@ -53,7 +46,9 @@ def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None
     if options.ranks > 1:
         call_on_ranks(options.ranks, ablate, name, output, replace(options, ranks=1))
         return json.loads((output / f"ablation_{name}.json").read_text(encoding="utf-8"))
-    ranks, task = join(), make_task(name, output, options)
+    ranks = join()
+    arguments = (options, output) if name in DESIGNS else (name, options, output)
+    task = resolve_name(DESIGNS.get(name, ABLATION))(*arguments)
     if ranks is None or ranks.is_first:
         return run(task, output, ranks)
     measure_share(task, ranks, ranks.pending(task.settings()))
@@ -61,10 +56,9 @@ def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None
 
 
 def ablate_all(output: Path, options: AblationOptions) -> "dict[str, Results]":
-    """Every experiment in turn, and the summary of the properties as soon as all five are measured; results by the name
-    of their files.
+    """Runs every experiment, and writes the summary once all five properties are measured.
 
-    Nothing in a process that is not the first of several.
+    Returns the results by the names of their files; nothing in all processes except the first.
     """
     properties = _ablate_each(PROPERTIES, output, options)
     summary = _write_summary(properties, output) if len(properties) == len(PROPERTIES) else None
@@ -80,12 +74,12 @@ def _ablate_each(names: Iterable[str], output: Path, options: AblationOptions) -
 
 
 def _write_summary(properties: "dict[str, Results]", output: Path) -> "Results":
-    """Writes the files of `ablation`, which compares the properties, and returns what the JSON holds."""
+    """Writes the files of `ablation`, which compares the properties, and returns the contents of the JSON file."""
     from ..results import write_results
-    from .ablation import Summary
     from .pictures import draw_summary
+    from .summary import summarize
 
-    summary = Summary.of(properties)
+    summary = summarize(properties)
     write_results(output / "ablation", summary, summary["rows"])
     draw_summary(summary, output / "ablation")
     return summary

@@ -1,7 +1,7 @@
 """The models to train: for each property the values of its switch, for language models and for a diffusion model.
 
-Every property is also halved: half as many steps, half of the sharing, half of the given states, half of the targets,
-half of what a target says. Half of one has no common unit with half of another.
+Every property is also halved: half of the steps, of the sharing, of the given states, of the targets, or of what a
+target says. These halves have no common unit.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ PROPERTIES = {
 LANGUAGE, IMAGES = ("folded", "stock"), ("diffusion",)
 MODELS = LANGUAGE + IMAGES
 NEUTRAL = "none"
-CONTROL = "fresh"  # a variant with another choice of missing targets each time: fewer targets, but as many states
+CONTROL = "fresh"  # a variant whose missing targets are chosen anew each time: fewer targets, but as many states
 
 
 class Value(NamedTuple):
-    """A value of a switch: `level` is k or a share, `variant` names a way to ablate; `objective` is the recipe's."""
+    """A value of a switch: `level` is k or a share, `variant` is a way to ablate, `objective` is that of the recipe."""
 
     variant: str
     level: float
@@ -29,7 +29,7 @@ class Value(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A model to train. `ablated` is the property, `NEUTRAL` for the unablated one, which all properties share."""
+    """A model to train. `ablated` is the property, or `NEUTRAL` for the unablated model, which all properties share."""
 
     ablated: str
     model: str
@@ -44,7 +44,7 @@ class Cell(NamedTuple):
 
 
 KS, SHARES = (2, 4, 8), (0.25, 0.5, 0.75, 0.9)
-# Of each property the objective of language models, its field that has the level, and that field of `denoising`.
+# For each property: the objective of language models, its field for the level, and the field of `denoising`.
 OBJECTIVES = {
     "task_subdivision": ("multi_token", "tokens", "steps"),
     "weight_sharing": ("position_experts", "experts", "experts"),
@@ -52,7 +52,7 @@ OBJECTIVES = {
     "frequent_supervision": ("missing_targets", "rate", "missing"),
     "complete_supervision": ("partial_logits", "rate", "mask"),
 }
-Variants = list[tuple[str, Sequence[float], dict[str, Any]]]  # with their levels and further fields of the objective
+Variants = list[tuple[str, Sequence[float], dict[str, Any]]]  # names, levels and further fields of the objective
 ONE_WAY: Variants = [("", KS, {})]
 VARIANTS: dict[str, Variants] = {
     "task_subdivision": ONE_WAY,
@@ -62,7 +62,7 @@ VARIANTS: dict[str, Variants] = {
             (name, levels, {"feedback": name})
             for name, levels in (("sample", KS), ("argmax", (2, 4)), ("expected", (2, 4)))
         ),
-        ("branch", (2,), {"feedback": "branch", "samples": 2, "width": 4}),  # the costliest: one value of it
+        ("branch", (2,), {"feedback": "branch", "samples": 2, "width": 4}),  # a single value, as it costs the most
     ],
     "frequent_supervision": [
         ("ignore", SHARES, {"unknown": "ignore"}),
@@ -74,7 +74,7 @@ VARIANTS: dict[str, Variants] = {
 
 
 def values_of(name: str, model: str, small: bool = False) -> list[Value]:
-    """The values of a property for a kind of model; of a small grid, the halved ones."""
+    """Returns the values of a property for a kind of model; in a small grid, only halved ones."""
     kind, field, field_of_images = OBJECTIVES[name]
     is_image, variants = model in IMAGES, VARIANTS[name]
     if is_image:
@@ -93,8 +93,8 @@ def is_halved(level: float) -> bool:
 
 
 def is_seen_by_loss(name: str, model: str) -> bool:
-    """False for a diffusion model of fewer steps: its validation has the same noise levels at any number of steps, so
-    only samples show what fewer evaluations cost."""
+    """Whether the validation loss shows what a property costs. For a diffusion model with fewer steps it does not: the
+    noise levels are the same at any number of steps, so only samples show the cost."""
     return (name, model) != ("task_subdivision", "diffusion")
 
 
@@ -106,7 +106,7 @@ def objective_of(cell: Cell) -> dict[str, Any]:
 
 
 def cells_of(name: str, seeds: range, small: bool = False) -> list[Cell]:
-    """The models of one property, the unablated ones first."""
+    """Returns the models of one property; for each kind and seed, the unablated model comes first."""
     found = []
     for model in MODELS:
         for seed in seeds:

@@ -15,7 +15,7 @@ class AblationOptions(TrainingOptions):
     reference: Annotated[
         str | None,
         Option(
-            "Llama that judges generated texts, with the same tokenizer; default one that is trained first.",
+            "Llama with the same tokenizer that judges generated texts; by default, one is trained first.",
             may_change=True,
         ),
     ] = None

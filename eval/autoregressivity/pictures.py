@@ -1,4 +1,4 @@
-"""The pictures of the ablations, and what pictures of all experiments share."""
+"""The pictures of the ablations, and parts of the pictures of all experiments."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ MARKERS = "osDv^"
 
 
 def draw_property(results: dict[str, Any], path: Path) -> None:
-    """The change of the loss by the value of the switch: of language models, and beside them of the diffusion model.
+    """Draws the change of the loss by the value of the switch, for language models and beside them the diffusion model.
 
-    Both have one scale, unless the loss of the diffusion model does not see the switch: then its samples are shown.
+    Both have one scale, unless the loss of the diffusion model does not see the switch: then its samples are drawn.
     """
     name = results["property"]
     with picture(path, columns=2, figsize=(11, 4)) as panels:
@@ -64,7 +64,7 @@ def _draw_curves(
 
 
 def draw_curve(panel: Any, x: Sequence[float], found: Intervals, band: float = 0.1, **style: Any) -> None:
-    """A line through means, and a band, so opaque, over those that have an interval."""
+    """Draws a line through means, and a band of opacity `band` over the intervals."""
     (line,) = panel.plot(x, [mean for mean, _, _ in found], **{"marker": "o", "ms": 4} | style)
     known = [(at, low, high) for at, (_, low, high) in zip(x, found, strict=True) if low is not None]
     if band and len(known) > 1:
@@ -72,28 +72,32 @@ def draw_curve(panel: Any, x: Sequence[float], found: Intervals, band: float = 0
 
 
 def draw_bounds(panel: Any, x: Sequence[float], found: Intervals, **style: Any) -> None:
-    """A vertical line over each interval."""
+    """Draws a vertical line over each interval."""
     for at, (_, low, high) in zip(x, found, strict=True):
         if low is not None:
             panel.plot([at, at], [low, high], **style)
 
 
+def scaled(found: Intervals, unit: float) -> Intervals:
+    """Returns means and bounds in another unit."""
+    return [(unit * mean, low and unit * low, high and unit * high) for mean, low, high in found]
+
+
 def draw_summary(results: dict[str, Any], path: Path) -> None:
-    """One bar for each property and kind of model, where the property is halved."""
+    """Draws a bar for each property, halved, and kind of model."""
     rows = {(row["property"], row["model"]): row for row in results["rows"] if row["is_main"]}
     width = 0.8 / len(MODELS)
     with picture(path, figsize=(9, 3.8)) as panel:
         for number, model in enumerate(MODELS):
             names = [name for name in PROPERTIES if is_seen_by_loss(name, model)]
             places = [list(PROPERTIES).index(name) + (number - 1) * width for name in names]
-            found = [rows[name, model] for name in names]
-            panel.bar(places, [100 * row["change"] for row in found], width, color=COLORS[model], label=model)
+            halved = [rows[name, model] for name in names]
+            found = scaled([(row["change"], row["low"], row["high"]) for row in halved], 100)
+            panel.bar(places, [mean for mean, _, _ in found], width, color=COLORS[model], label=model)
+            draw_bounds(panel, places, found, color="black", lw=0.8)
             for place, name in enumerate(PROPERTIES):
                 if name not in names:  # not a change of 0
                     panel.annotate("not seen\nby the loss", (place + (number - 1) * width, 0), ha="center", fontsize=6)
-            for at, row in zip(places, found, strict=True):
-                if row["low"] is not None:
-                    panel.plot([at, at], [100 * row["low"], 100 * row["high"]], color="black", lw=0.8)
         panel.axhline(0, color="grey", lw=0.8)
         panel.set_xticks(range(len(PROPERTIES)), [name.replace("_", "\n") for name in PROPERTIES])
         panel.set_ylabel("change of the validation loss [%]")
@@ -102,7 +106,7 @@ def draw_summary(results: dict[str, Any], path: Path) -> None:
 
 
 def log_scale(panel: Any) -> None:
-    """A logarithmic axis of y with plain numbers at 1, 2 and 5."""
+    """Makes the y axis logarithmic, with plain numbers at 1, 2 and 5."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     set_log_scale(panel, "y")

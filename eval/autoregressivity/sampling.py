@@ -1,13 +1,12 @@
-"""Beam search for DDPM sampling against plain DDPM and DDIM, at equal numbers of evaluations of the network.
+"""Compares beam search for DDPM sampling with plain DDPM and DDIM, at equal numbers of evaluations of the network.
 
-The diffusion model of the ablations is trained once for each seed, and samples its digits in every way. Where
-candidates rival, there are fewer steps. The control draws those that go on at random.
+The diffusion model of the ablations is trained once for each seed, and samples its digits in every way. With several
+candidates, there are fewer steps. The control chooses candidates at random.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from shutil import rmtree
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +21,18 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from ..study.training import train_alone
 from .digit_quality import digit_quality, held_out_quality
 from .experiment import Experiment, figures
 from .options import AblationOptions
-from .pictures import draw_bounds, log_scale
+from .pictures import draw_bounds, draw_curve, log_scale
+from .setup import trained_folder
 
 QUALITY = {"frechet_distance": "Fréchet distance", "confident": "confident", "class_entropy": "class entropy [nats]"}
-EVALUATIONS, SMALL_EVALUATIONS = (5, 25, 125), (5, 25)  # all of them are exact for each sampler
+EVALUATIONS, SMALL_EVALUATIONS = (5, 25, 125), (5, 25)  # every sampler can take exactly these numbers
 
 
 class Sampler(NamedTuple):
-    """`candidates` of a step, of which `width` go on; 0 for the samplers that have none."""
+    """A way to sample. Of the `candidates` of a step, `width` go on; both are 0 for plain samplers."""
 
     name: Any
     candidates: int = 0
@@ -46,7 +45,7 @@ class Sampler(NamedTuple):
         return f"{self.name}, {self.width} of {self.candidates}"
 
     def steps(self, evaluations: int) -> int:
-        """The steps that take this number of evaluations, which must be exact."""
+        """Returns the number of steps that take exactly this number of evaluations."""
         if not self.candidates:
             return evaluations
         steps = 1 + (evaluations - 1) // self.candidates
@@ -56,19 +55,19 @@ class Sampler(NamedTuple):
 
 DDPM, DDIM = Sampler("ddpm"), Sampler("ddim")
 BEAMS = [Sampler("likeliest", 2, 1), Sampler("likeliest", 4, 1), Sampler("likeliest", 4, 2)]
-CONTROLS = [Sampler("random", 2, 1), Sampler("random", 4, 1)]  # at any width, the same distribution
+CONTROLS = [Sampler("random", 2, 1), Sampler("random", 4, 1)]  # the width does not change their distribution
 SAMPLERS = [DDPM, DDIM, *BEAMS, *CONTROLS]
 
 
 class Sampling(Experiment[int]):
-    """An item is a seed: a model, and all that it samples."""
+    """An item is a seed: one model and all its samples."""
 
     kind = "ablation_sampling"
     about = (
         "Digits of one diffusion model for each seed, sampled with equal numbers of evaluations of the network for an "
-        "image. The error is that of the noise predicted on the way to an image, which beam search makes small; random "
-        "choice among as many candidates is its control. Fréchet distances and their ratios, paired by seed, have "
-        "geometric means; 95 % t intervals over seeds."
+        "image. The error is the error of the predicted noise on the way to an image, which beam search makes small; "
+        "its control chooses among as many candidates at random. Means of Fréchet distances and of their ratios, "
+        "paired by seed, are geometric; 95 % t intervals over seeds."
     )
 
     def __init__(self, options: AblationOptions, output: Path):
@@ -85,17 +84,15 @@ class Sampling(Experiment[int]):
         return {"seed": item}
 
     def measure(self, item: int) -> Record:
-        output = self.setup.output / "runs" / f"sampling-{item}"
-        train_alone(self.setup.image_recipe({"kind": "denoising"}, item, output))
-        model: Any = DenoiserModel.from_pretrained(output).eval()
-        ways = [(sampler, evaluations) for sampler in SAMPLERS for evaluations in self.evaluations]
-        with ProgressBar(ways, desc="sampling", unit="way", leave=False) as bar:
-            samples = [self._sampled(model, sampler, evaluations, item) for sampler, evaluations in bar]
-        rmtree(output)
-        return {"samples": samples}
+        output = self.setup.runs / f"sampling-{item}"
+        with trained_folder(self.setup.image_recipe({"kind": "denoising"}, item, output)):
+            model: Any = DenoiserModel.from_pretrained(output).eval()
+            ways = [(sampler, evaluations) for sampler in SAMPLERS for evaluations in self.evaluations]
+            with ProgressBar(ways, desc="sampling", unit="way", leave=False) as bar:
+                return {"samples": [self._sampled(model, sampler, evaluations, item) for sampler, evaluations in bar]}
 
     def _sampled(self, model: Any, sampler: Sampler, evaluations: int, seed: int) -> dict[str, Any]:
-        """All samplers begin with the same noise."""
+        """Samples in one way. All samplers begin with the same noise."""
         generator, number = torch.Generator().manual_seed(seed), self.setup.size.images
         steps, error = sampler.steps(evaluations), {}
         if sampler.candidates:
@@ -129,8 +126,7 @@ class Sampling(Experiment[int]):
                     found = [interval(_values(results, sampler, count, name), _scale(name)) for count in evaluations]
                     places = [at + (number - len(SAMPLERS) // 2) / 12 for at in range(len(evaluations))]
                     style = {"ddpm": "-", "ddim": "-", "likeliest": "--", "random": ":"}[sampler.name]
-                    means = [mean for mean, *_ in found]
-                    panel.plot(places, means, style, color=f"C{number}", marker="o", ms=4, lw=1, label=sampler.label)
+                    draw_curve(panel, places, found, band=0, color=f"C{number}", ls=style, lw=1, label=sampler.label)
                     draw_bounds(panel, places, found, color=f"C{number}", lw=1.5, alpha=0.5)
                 panel.axhline(results["real_images"][name], color="grey", ls="-.", lw=1, label="held-out images")
                 panel.set_xticks(range(len(evaluations)), [str(count) for count in evaluations])
@@ -145,7 +141,7 @@ def _scale(name: str) -> Scale:
 
 
 def _values(results: Results, sampler: Sampler, evaluations: int, name: str) -> list[float]:
-    """By seed."""
+    """Returns the values of a measure by seed, if it was measured."""
     return [
         found[name]
         for found in results["samples"]

@@ -1,10 +1,15 @@
-"""Shared by all ablations: sizes, texts, a tokenizer, the models that training starts from, the reference model.
+"""Inputs that all ablations share: sizes, texts, a tokenizer, models that training starts from, the reference model.
 
 They are made once for an output folder, in its folder `inputs`.
+
+Axes: B texts, N tokens of a text, P tokens of a prompt, W windows of a text.
 """
 
 import hashlib
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,21 +21,22 @@ from filelock import FileLock
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from condense import loading
-from condense.files import atomic_folder, read_text
+from condense.files import read_text
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
 from ..study.training import make_once, study_recipe, train_alone
 from ..texts import HUB, hub_text, train_tokenizer
 from .options import AblationOptions
+from .text_quality import generate, text_quality
 
-OFFLINE = "pass --text FILE --held-out FILE to go without the hub"
+OFFLINE = "pass --text FILE --held-out FILE to work without the hub"
 
 
 @dataclass(frozen=True)
 class Size:
-    """The models and their training; widths and lengths in tokens. The learning rate is constant after the warm-up, so
-    that the loss at any step is that of a shorter training."""
+    """The models and their training; lengths in tokens. The learning rate is constant after the warm-up, so the loss at
+    any step equals the final loss of a shorter training."""
 
     vocab_size: int = 512
     hidden_size: int = 64
@@ -54,7 +60,7 @@ class Size:
     image_steps: int = 600
     image_sequences: int = 80
     images: int = 256
-    sampling_steps: int = 40  # of 1,000, which is 25 apart: an odd number, so that all experts modulo k write
+    sampling_steps: int = 40  # of 1,000, so they are 25 apart: with an odd number, all experts modulo k write
 
 
 SMALL = Size(
@@ -70,11 +76,11 @@ class Setup:
     def __init__(self, options: AblationOptions, output: Path, size: Size | None = None):
         self.options, self.output = options, output
         self.size = size or (SMALL if options.small else Size())
-        self.inputs = output / "inputs"
+        self.inputs, self.runs = output / "inputs", output / "runs"
 
     @cached_property
     def texts(self) -> tuple[str, str]:
-        """To train on, and to validate with."""
+        """Returns the text to train on and the text to validate with."""
         if self.options.small:
             return _generated(0, 30), _generated(1, 8)
         if self.options.text is not None and self.options.held_out is not None:
@@ -83,18 +89,18 @@ class Setup:
 
     @property
     def text_names(self) -> str:
-        """For people: measurements are compared by the texts themselves."""
+        """Returns the texts' names, to be shown; measurements are compared by the texts themselves."""
         if self.options.text is not None and self.options.held_out is not None:
             return f"{self.options.text.name}, {self.options.held_out.name}"
         return "generated" if self.options.small else f"{HUB[0]} train, test"
 
     def described(self) -> dict[str, Any]:
-        """All that trained models depend on."""
+        """Returns everything that trained models depend on."""
         fingerprint = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
         return json.loads(json.dumps({"size": asdict(self.size), "fingerprint": fingerprint}))
 
     def described_with_judge(self) -> dict[str, Any]:
-        """All that measurements of samples depend on: with the weights of the reference model, which `make` makes."""
+        """Returns everything that measurements of samples depend on: also the weights of the reference model."""
         return self.described() | {"reference_fingerprint": self._reference_fingerprint}
 
     @cached_property
@@ -106,30 +112,33 @@ class Setup:
         return weights.hexdigest()
 
     def make(self, with_reference: bool = True) -> None:
-        """Writes the texts, and trains the tokenizer and the reference model. Raises `ValueError` where the folder has
-        those of other texts or sizes, and for a reference with another tokenizer."""
-        self.inputs.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.inputs / ".lock"):
-            if not (self.inputs / "texts").exists():
-                with atomic_folder(self.inputs / "texts") as folder:
-                    for name, text in zip(("train", "held_out"), self.texts, strict=True):
-                        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-                    train_tokenizer(self.texts[0], self.size.vocab_size).save_pretrained(folder / "tokenizer")
-                    (folder / "described.json").write_text(json.dumps(self.described()), encoding="utf-8")
-            if json.loads((self.inputs / "texts/described.json").read_text(encoding="utf-8")) != self.described():
-                raise ValueError(f"{self.output} has the models of other texts or sizes: pass another --output.")
-            if not with_reference:
-                return
-            self._check_reference()
-            if self.options.reference is None and not (self.inputs / "reference/model.safetensors").exists():
-                self._train_reference()
+        """Writes the texts, and trains the tokenizer and the reference model, unless they exist.
+
+        Raises `ValueError` if the folder has models of other texts or sizes, or the reference has another tokenizer.
+        """
+
+        def write(folder: Path) -> None:
+            for name, text in zip(("train", "held_out"), self.texts, strict=True):
+                (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+            train_tokenizer(self.texts[0], self.size.vocab_size).save_pretrained(folder / "tokenizer")
+            (folder / "described.json").write_text(json.dumps(self.described()), encoding="utf-8")
+
+        described = make_once(self.inputs / "texts", write) / "described.json"
+        if json.loads(described.read_text(encoding="utf-8")) != self.described():
+            raise ValueError(f"{self.output} has models of other texts or sizes: pass another --output.")
+        if with_reference and self.options.reference is not None:
+            self._check_reference(self.options.reference)
+        elif with_reference:
+            with FileLock(self.inputs / ".lock"):
+                if not (self.inputs / "reference/model.safetensors").exists():
+                    self._train_reference()
 
     @cached_property
     def tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.inputs / "texts/tokenizer")
 
     def start(self, seed: int, reference: bool = False, hidden_size: int | None = None) -> Path:
-        """The folder of a Llama with random weights and the tokenizer, from which folded and stock models start."""
+        """Writes a Llama with random weights and the tokenizer, from which folded and stock models start."""
         name = "reference" if reference else f"{seed}"
         path = self.inputs / ("start-" + (name if hidden_size is None else f"{hidden_size}-{name}"))
 
@@ -157,7 +166,7 @@ class Setup:
         )
 
     def language_recipe(self, name: str, objective: dict[str, Any], seed: int, output: Path, **fields: Any) -> Recipe:
-        """The recipe of a language model, `folded` or `stock`."""
+        """Returns the recipe of a language model, `folded` or `stock`."""
         size, texts = self.size, self.inputs / "texts"
         steps = fields.pop("steps", size.steps)
         kind = {"kind": "condense", "segment_length": size.segment_length} if name == "folded" else {"kind": "stock"}
@@ -176,7 +185,7 @@ class Setup:
         return study_recipe(**common | self._common(seed) | fields)
 
     def image_recipe(self, objective: dict[str, Any], seed: int, output: Path) -> Recipe:
-        """The recipe of the diffusion model."""
+        """Returns the recipe of the diffusion model."""
         size = self.size
         return study_recipe(
             model={"kind": "denoiser", "channels": list(size.channels), "layers": 1},
@@ -198,20 +207,16 @@ class Setup:
         return {"optimizer": optimizer, "dtype": "float32", "parts": 1, "seed": seed}
 
     def reference(self) -> Any:
-        """The model that judges generated texts."""
+        """Loads the model that judges generated texts."""
         source = self.options.reference or self.inputs / "reference"
         return loading.load_model(LlamaForCausalLM, source).eval()
 
-    def _check_reference(self) -> None:
-        if self.options.reference is None:
-            return
-        tokenizer = loading.load_tokenizer(
-            self.options.reference, loading.load_config(LlamaConfig, self.options.reference)
-        )
+    def _check_reference(self, source: str) -> None:
+        tokenizer = loading.load_tokenizer(source, loading.load_config(LlamaConfig, source))
         if tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
-                f"--reference {self.options.reference} has another tokenizer than the ablated models, whose tokens it "
-                f"is to judge: train one with {self.inputs / 'texts/tokenizer'}, or leave it out."
+                f"--reference {source} has another tokenizer than the ablated models, whose texts it judges: train one "
+                f"with {self.inputs / 'texts/tokenizer'}, or leave it out."
             )
 
     def _train_reference(self) -> None:
@@ -221,7 +226,7 @@ class Setup:
         train_alone(recipe)
 
     def windows(self, text: str) -> torch.Tensor:
-        """At most `prompts` parts [B, N] of a text, evenly apart."""
+        """Returns at most `prompts` parts [B, N] of a text, at equal distances."""
         ids, length = torch.tensor(self.tokenizer(text, verbose=False)["input_ids"]), self.size.length
         windows_WN = ids[: len(ids) // length * length].view(-1, length)
         number = min(self.size.prompts, len(windows_WN))
@@ -229,8 +234,26 @@ class Setup:
 
     @cached_property
     def prompts(self) -> torch.Tensor:
-        """Windows [B, N] of the held-out text: each begins with a prompt, and goes on as the text does."""
+        """Returns windows [B, N] of the held-out text: each is a prompt [P] and its real continuation."""
         return self.windows(self.texts[1])
+
+    def quality(self, text_BN: torch.Tensor) -> dict[str, float]:
+        """Measures texts after their prompts."""
+        return text_quality(self.reference(), text_BN, self.size.prompt_length)
+
+    def generated_quality(self, model: Any, seed: int, **options: Any) -> dict[str, float]:
+        """Measures the texts that a model writes after the prompts. `options` are those of `generate`."""
+        prompt_BP = self.prompts[:, : self.size.prompt_length]
+        num_tokens = self.size.length - self.size.prompt_length
+        return self.quality(generate(model, prompt_BP, num_tokens, seed, **options))
+
+
+@contextmanager
+def trained_folder(recipe: Recipe) -> Iterator[Path]:
+    """Trains a model, yields its folder and removes it afterwards: the weights of a whole grid would fill a disk."""
+    train_alone(recipe)
+    yield recipe.output
+    shutil.rmtree(recipe.output)
 
 
 def _generated(seed: int, documents: int) -> str:

@@ -1,12 +1,14 @@
-"""Talking slower: the tokens of a text have durations by a schedule; does the next-token loss change?
+"""Talking slower: if the tokens of a text have durations by a schedule, does the next-token loss change?
 
-Folded models are trained without durations, and with those of each schedule. Each reads held-out text with durations of
-one, with those of a schedule, and with the control's, which say nothing of their tokens.
+Folded models are trained without durations, and with the durations of each schedule. The model without durations reads
+held-out text with those of every schedule, the others with their own and with durations of one. A schedule's control
+has the same durations in an order unrelated to the tokens.
+
+Axes: B texts, N tokens of a text, P tokens of a prompt.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from shutil import rmtree
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +21,9 @@ from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from ..study.training import make_once, train_alone
+from ..study.training import make_once
 from .experiment import Experiment, figures, means, titles
-from .text_quality import text_quality
+from .setup import trained_folder
 
 QUALITY = ("reference_loss", "entropy", "distinct_2")
 
@@ -36,7 +38,7 @@ class Speech(NamedTuple):
 
     @property
     def control(self) -> "Speech | None":
-        """Both ways by difficulty have one: their durations have the same distribution."""
+        """Returns the shuffled schedule. Both schedules by difficulty share one: they have the same distribution."""
         if self.shuffled or self == EVEN:
             return None
         return Speech("cosine" if self.schedule == "cosine" else "hard_long", True)
@@ -56,9 +58,9 @@ class Item(NamedTuple):
 class SpeechRates(Experiment[Item]):
     kind = "ablation_speech_rate"
     about = (
-        "The next-token loss of held-out text where tokens have durations by a schedule, in training, in reading, or "
-        "in both. Changes are against the model that is trained and read without durations, and against the control, "
-        "whose durations say nothing of their tokens; they are paired by seed. Mean and 95 % t interval."
+        "The next-token loss of held-out text whose tokens have durations by a schedule, in training, in reading, or "
+        "in both. Changes are against the model trained and read without durations, and against the control, whose "
+        "durations are unrelated to the tokens. They are paired by seed: mean and 95 % t interval."
     )
 
     def settings(self) -> dict[str, Any]:
@@ -79,10 +81,10 @@ class SpeechRates(Experiment[Item]):
         prompt_length = self.setup.size.prompt_length
         rate = self._rate(item.trained, difficulty)
         text_BN = talk(model, rate, windows_BN[:, :prompt_length], self.setup.size.length - prompt_length, item.seed)
-        return {"losses": losses, "quality": text_quality(self.setup.reference(), text_BN, prompt_length)}
+        return {"losses": losses, "quality": self.setup.quality(text_BN)}
 
     def _judge(self, seed: int) -> Path:
-        """The model that is trained without durations, and the losses that it has on some of its texts."""
+        """Trains a model without durations, and stores it with its losses on some of its texts."""
 
         def write(folder: Path) -> None:
             Difficulty.learn(self._train(EVEN, seed), self.setup.windows(self.setup.texts[0])).save(folder)
@@ -95,17 +97,15 @@ class SpeechRates(Experiment[Item]):
         return self._train(item.trained, item.seed, judge)
 
     def _train(self, speech: Speech, seed: int, judge: Path | None = None) -> Any:
-        output = self.setup.output / "runs" / f"speech_rate-{speech.label}-{seed}"
+        output = self.setup.runs / f"speech_rate-{speech.label}-{seed}"
         objective: dict[str, Any] = {"kind": "speech_rate", "schedule": speech.schedule, "shuffled": speech.shuffled}
         if speech.schedule.startswith("hard"):
             objective["judge"] = str(judge)
-        train_alone(self.setup.language_recipe("folded", objective, seed, output, evaluation=None))
-        model = loading.load_model(CondenseForCausalLM, str(output), dtype=torch.float32).eval()
-        rmtree(output)
-        return model
+        with trained_folder(self.setup.language_recipe("folded", objective, seed, output, evaluation=None)):
+            return loading.load_model(CondenseForCausalLM, str(output), dtype=torch.float32).eval()
 
     def _rate(self, speech: Speech, difficulty: Difficulty) -> SpeechRate | None:
-        """None for durations of one."""
+        """Returns the durations of a schedule; None for durations of one."""
         if speech == EVEN:
             return None
         judged = difficulty if speech.schedule.startswith("hard") else None
@@ -113,7 +113,7 @@ class SpeechRates(Experiment[Item]):
 
     @torch.no_grad()
     def loss(self, model: Any, text_BN: torch.Tensor, speech: Speech, difficulty: Difficulty) -> float:
-        """The mean next-token loss of texts that are read with these durations."""
+        """Returns the mean next-token loss of texts read with these durations."""
         rate = self._rate(speech, difficulty)
         durations_BN = None if rate is None else rate.read(text_BN)
         return float(model(text_BN, labels=text_BN, durations=durations_BN).loss)
@@ -168,10 +168,8 @@ class SpeechRates(Experiment[Item]):
 
 
 @torch.no_grad()
-def talk(
-    model: Any, rate: SpeechRate | None, prompt_BP: torch.Tensor, num_tokens: int, seed: int
-) -> torch.Tensor:  # fmt: skip
-    """The prompts and `num_tokens` sampled tokens after each, at temperature 1, each with its duration."""
+def talk(model: Any, rate: SpeechRate | None, prompt_BP: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
+    """Returns the prompts, each with `num_tokens` tokens sampled at temperature 1; every token has its duration."""
     generator, text_BN, cache = torch.Generator().manual_seed(seed), prompt_BP, None
     for number in range(num_tokens):
         part_BN = text_BN[:, -1:] if number else prompt_BP
@@ -184,18 +182,18 @@ def talk(
 
 
 def _pairs() -> list[tuple[Speech, Speech]]:
-    """The durations of training and of reading."""
+    """Returns the pairs of durations in training and in reading."""
     others = [speech for speech in SPEECHES if speech != EVEN]
     return [*((EVEN, read) for read in SPEECHES), *((one, read) for one in others for read in (one, EVEN))]
 
 
 def _losses(results: Results, trained: Speech, read: Speech) -> list[float]:
-    """By seed."""
+    """Returns the losses by seed."""
     return [record["losses"][read.label] for record in results["records"] if record["trained"] == trained.label]
 
 
 def _changes(results: Results, pair: tuple[Speech, Speech], other: tuple[Speech, Speech]) -> list[float]:
-    """In percent, by seed."""
+    """Returns the changes of the loss by seed, in percent."""
     losses, others = _losses(results, *pair), _losses(results, *other)
     return [100 * (one / two - 1) for one, two in zip(losses, others, strict=True)]
 

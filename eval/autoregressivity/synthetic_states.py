@@ -1,6 +1,5 @@
-"""Synthetic states between tokens: n more steps for each token, for a model of the same size and for smaller ones."""
+"""Measures synthetic states between tokens: n more steps for each token, in models of the same size and smaller."""
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,25 +10,25 @@ from ..intervals import interval, shown
 from ..results import Table, groups_of, picture
 from ..results_store import Record
 from ..runner import Results
-from ..study.training import read_curve, train_alone
+from ..study.training import read_curve
 from .ablation import changes, percent
 from .experiment import Experiment
 from .grid import LANGUAGE
 from .options import AblationOptions
-from .pictures import draw_bounds
+from .pictures import draw_bounds, draw_curve
 from .setup import SMALL as SMALL_SETUP
-from .setup import Setup, Size
+from .setup import Setup, Size, trained_folder
 from .training import count_operations
 
 SIZE = Size(hidden_size=64, layers=2, heads=2, length=64, segment_length=16, steps=300)
 SMALL = replace(SMALL_SETUP, steps=6)
-# The hidden size with which a model with so many states has the operations of the largest one without.
+# By the number of states: the hidden size of a model with the operations of the largest model without states.
 HIDDEN_SIZES = {0: SIZE.hidden_size, 1: 44, 3: 28}
 SMALL_HIDDEN_SIZES = {0: SMALL.hidden_size, 1: 8}
 STYLES = (("tab:blue", "-"), ("tab:blue", ":"), ("tab:orange", "-"), ("tab:orange", ":"))
-SHAPE = ("model", "hidden_size", "states", "path")  # of a cell, beside the seed
+SHAPE = ("model", "hidden_size", "states", "path")  # the fields of a cell without the seed
 CHANGES = ("change_by_states", "change_at_equal_operations", "change_by_line")
-COMPARABLE = 0.5  # operations of a step, of those of the largest model without states
+COMPARABLE = 0.5  # the least operations of a step, over those of the largest model without states
 
 
 class Cell(NamedTuple):
@@ -46,9 +45,9 @@ class SyntheticStates(Experiment[Cell]):
     kind = "ablation_synthetic_states"
     about = (
         "Each token is read in n + 1 steps, on the line from the embedding of the token before. The validation loss is "
-        "that of the next token at the last step, before which nothing depends on it. Against models without states, "
-        "of the same size at equal steps, and of the largest size at equal operations; and against as many steps that "
-        "repeat the token. Mean over seeds and 95 % t interval."
+        "the next token's loss at the last step, before which nothing depends on it. Compared are models without "
+        "states, of the same size at equal steps and of the largest size at equal operations; and models that repeat "
+        "the token in as many steps. Mean over seeds and 95 % t interval."
     )
 
     def __init__(self, options: AblationOptions, output: Path):
@@ -76,8 +75,8 @@ class SyntheticStates(Experiment[Cell]):
         ]
 
     def measure(self, item: Cell) -> Record:
-        """The validation loss by step (`curve`) and at the end, operations of a step, parameters, seconds."""
-        output = self.setup.output / "runs" / "-".join(map(str, item))
+        """Returns the validation loss by step (`curve`) and at the end, operations of a step, parameters, seconds."""
+        output = self.setup.runs / "-".join(map(str, item))
         model: dict[str, Any] = {"kind": "stock"}
         if item.model == "folded":  # a segment holds as many tokens with states as without
             model = {"kind": "condense", "segment_length": self.setup.size.segment_length * (item.states + 1)}
@@ -86,16 +85,15 @@ class SyntheticStates(Experiment[Cell]):
         recipe = self.setup.language_recipe(item.model, objective, item.seed, output, model=model)
         operations, parameters = count_operations(recipe)
         start = time.perf_counter()
-        train_alone(recipe)
-        seconds = time.perf_counter() - start
-        curve = read_curve(output)
-        shutil.rmtree(output)
+        with trained_folder(recipe):
+            seconds = time.perf_counter() - start
+            curve = read_curve(output)
         return {"curve": curve, "loss": curve[-1]["loss"], "operations_per_step": operations,
                 "parameters": parameters, "seconds": seconds}  # fmt: skip
 
     def summarise(self, measured: Sequence[tuple[Cell, Record]]) -> dict[str, Any]:
         cells = self.described(measured)
-        groups, largest, values = groups_of(cells, *SHAPE), self.hidden_sizes[0], []  # all seeds of a shape
+        groups, largest, values = groups_of(cells, *SHAPE), self.hidden_sizes[0], []  # a group has all seeds of a shape
         for shape, own in groups.items():
             model, hidden_size, states, path = shape
 
@@ -164,11 +162,11 @@ class SyntheticStates(Experiment[Cell]):
 
 
 def _states_of(results: Results, value: dict[str, Any]) -> int:
-    """The states that a smaller model is made for."""
+    """Returns the number of states that a smaller model is made for."""
     return next(int(n) for n, size in results["hidden_sizes"].items() if size == value["hidden_size"])
 
 
 def _draw_curve(panel: Any, values: list[dict], color: str, style: str, label: str) -> None:
     places, found = [value["states"] for value in values], [interval(value["loss"]) for value in values]
-    panel.plot(places, [mean for mean, _, _ in found], color=color, ls=style, marker="o", ms=4, label=label)
+    draw_curve(panel, places, found, band=0, color=color, ls=style, label=label)
     draw_bounds(panel, places, found, color=color, lw=0.8)

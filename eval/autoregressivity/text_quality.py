@@ -1,8 +1,8 @@
 """The quality of generated texts: the loss of a reference model, and how varied they are.
 
-A low loss alone is won by repetition, so it stands beside the entropy of the tokens and the share of distinct ones.
+Repetition has a low loss, so the entropy of the tokens and the share of distinct ones stand beside it.
 
-Axes: B texts, N tokens of a text, P of its prompt.
+Axes: B texts, N tokens of a text, P tokens of its prompt.
 """
 
 from collections import Counter
@@ -18,10 +18,10 @@ from ..decoding import neutral_decoding
 
 @torch.no_grad()
 def generate(model: Any, prompt_BP: torch.Tensor, num_tokens: int, seed: int, **options: Any) -> torch.Tensor:
-    """The prompts and `num_tokens` sampled tokens after each, at temperature 1 over the whole vocabulary."""
+    """Returns the prompts, each with `num_tokens` tokens sampled at temperature 1 from the whole vocabulary."""
     torch.manual_seed(seed)
     with neutral_decoding(model):
-        model.generation_config.eos_token_id = None  # all texts are to have the same length
+        model.generation_config.eos_token_id = None  # so all texts have the same length
         return model.eval().generate(
             prompt_BP, max_new_tokens=num_tokens, do_sample=True, temperature=1.0, top_k=0, **options
         )

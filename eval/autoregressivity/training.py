@@ -1,7 +1,6 @@
-"""Trains one model of the grid, and measures its curve, its costs and its samples."""
+"""Trains a model of the grid, and measures its curve, its costs and its samples."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,20 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import Recipe
 
 from ..results_store import Record
-from ..study.training import read_curve, train_alone
+from ..study.training import read_curve
 from .digit_quality import digit_quality
 from .grid import IMAGES, Cell, objective_of
-from .setup import Setup
-from .text_quality import generate, text_quality
+from .setup import Setup, trained_folder
 
 COUNTED_BATCHES = 2  # the operations of a step are a mean over these
 
 
 def trained_cell(cell: Cell, setup: Setup) -> Record:
-    """Returns the measurements of a model of the grid, which is trained if the output folder does not have it.
+    """Returns the measurements of a model of the grid, and trains it if the output folder does not have them.
 
     The record holds the validation loss by step (`curve`), operations of a step, parameters and `quality`. Two commands
-    may share the folder: one waits for a model that the other trains. Raises `ValueError` where the folder has that of
-    other texts, sizes or another reference model.
+    may share the folder: one waits for a model that the other trains. Raises `ValueError` if the folder's measurements
+    have other texts, sizes or another reference model.
     """
     path = setup.output / "cells" / f"{cell.folder}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +42,7 @@ def trained_cell(cell: Cell, setup: Setup) -> Record:
             stored = json.loads(path.read_text(encoding="utf-8"))
             if stored["described"] != setup.described_with_judge():
                 raise ValueError(
-                    f"{path} is of other texts or sizes, or was judged by another reference model: pass another "
+                    f"{path} comes from other texts or sizes, or was judged by another reference model: pass another "
                     "--output, or delete it."
                 )
             return stored["record"]
@@ -56,7 +54,7 @@ def trained_cell(cell: Cell, setup: Setup) -> Record:
 
 
 def _train(cell: Cell, setup: Setup) -> Record:
-    output, objective = setup.output / "runs" / cell.folder, objective_of(cell)
+    output, objective = setup.runs / cell.folder, objective_of(cell)
     is_image = cell.model in IMAGES
     recipe = (
         setup.image_recipe(objective, cell.seed, output)
@@ -64,10 +62,12 @@ def _train(cell: Cell, setup: Setup) -> Record:
         else setup.language_recipe(cell.model, objective, cell.seed, output)
     )
     operations, parameters = count_operations(recipe)
-    train_alone(recipe)
-    curve = read_curve(output)
-    quality = _image_quality(output, cell.seed, setup) if is_image else _text_quality(output, cell.seed, setup)
-    shutil.rmtree(output)  # the weights of a whole grid would fill a disk
+    with trained_folder(recipe):
+        curve = read_curve(output)
+        if is_image:
+            quality = _image_quality(output, cell.seed, setup)
+        else:
+            quality = setup.generated_quality(AutoModelForCausalLM.from_pretrained(output), cell.seed)
     return {
         "curve": curve,
         "loss": curve[-1]["loss"],
@@ -78,12 +78,12 @@ def _train(cell: Cell, setup: Setup) -> Record:
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts the operations of the matrix products and convolutions of a forward pass and its backward pass.
+    """Counts the operations of matrix products and convolutions in a forward pass and its backward pass.
 
-    A product that runs with gradients counts three times, since its backward pass is two products of its size; one
-    without gradients, such as those of decoding, counts once. What a backward pass computes again to save memory is
-    not counted, in no model: it could as well be stored. A backward pass within the forward pass, which a folded model
-    has for its loss, counts with the products that it belongs to.
+    A product with gradients counts three times, since its backward pass is two products of its size. A product without
+    gradients, as in decoding, counts once. Recomputation in a backward pass does not count for any model: the values
+    could as well be stored. A folded model's loss has a backward pass within the forward pass, which counts with the
+    products that it belongs to.
     """
 
     def __init__(self) -> None:
@@ -106,13 +106,13 @@ class OperationCounter(TorchDispatchMode):
 
 
 def count_operations(recipe: Recipe) -> tuple[float, int]:
-    """Multiplications and additions of a training step, forward and backward; the parameters."""
+    """Returns the multiplications and additions of a training step, forward and backward, and the parameters."""
     torch.manual_seed(recipe.seed)
     config = recipe.model.load_config()
     model = recipe.objective.prepare_model(recipe.model.load("auto", 0.0), recipe).train()
     examples, _ = make_examples(recipe, recipe.model.load_tokenizer(config))
     batches = StageBatches(recipe, examples, ranks=1)
-    with sdpa_kernel(SDPBackend.MATH), OperationCounter() as counter:  # torch knows no count of the CPU's fused kernel
+    with sdpa_kernel(SDPBackend.MATH), OperationCounter() as counter:  # torch can't count the CPU's fused kernel
         for number in range(COUNTED_BATCHES):
             batch = batches[number]
             del batch["name"]
@@ -121,14 +121,14 @@ def count_operations(recipe: Recipe) -> tuple[float, int]:
 
 
 def compared_loss(curve: list[dict[str, float]]) -> str:
-    """The loss of a model that writes as it is trained to: of k heads, not that of head 1 alone."""
+    """Returns the name of the loss of a model that writes as it is trained to: all k heads, not only head 1."""
     return "loss_as_generated" if "loss_as_generated" in curve[-1] else "loss"
 
 
 def loss_at(curve: list[dict[str, float]], step: float, name: str = "loss") -> float:
-    """A validation loss at a step between two validations, as a power law of the step.
+    """Returns the validation loss at a step between two validations, interpolated as a power law of the step.
 
-    Before the first validation after the start, where no power law holds, it is one of the step + 1.
+    No power law holds before the first validation after the start: there it is a power law of the step + 1.
     """
     shift = 0 if step >= curve[1]["step"] else 1
     points = curve if shift else curve[1:]
@@ -136,16 +136,11 @@ def loss_at(curve: list[dict[str, float]], step: float, name: str = "loss") -> f
     return float(np.exp(np.interp(np.log(step + shift), steps, losses)))
 
 
-def _text_quality(output: Path, seed: int, setup: Setup) -> dict[str, float]:
-    prompt_length = setup.size.prompt_length
-    model = AutoModelForCausalLM.from_pretrained(output)
-    text_BN = generate(model, setup.prompts[:, :prompt_length], setup.size.length - prompt_length, seed)
-    return text_quality(setup.reference(), text_BN, prompt_length)
-
-
 def _image_quality(output: Path, seed: int, setup: Setup) -> dict[str, float]:
     model: Any = DenoiserModel.from_pretrained(output).eval()
     generator = torch.Generator().manual_seed(seed)
-    evaluations = setup.size.sampling_steps * model.config.steps // LONGEST  # as many steps apart at any number of them
+    evaluations = (
+        setup.size.sampling_steps * model.config.steps // LONGEST
+    )  # at equal distances for any number of steps
     images = sample(model, setup.size.images, evaluations, "ddim", generator)
     return {"evaluations": evaluations} | digit_quality(to_values(images).numpy())

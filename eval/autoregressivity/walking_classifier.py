@@ -1,7 +1,7 @@
 """A classifier that walks from the uniform distribution to the class of an image, in T steps with shared weights.
 
 The true states are h(t) = (1 - t/T) u + (t/T) 1_c, with u uniform and 1_c the one-hot class. A network f(h(t), x) gives
-h(t + 1) of an image x. With T = 1 it is an ordinary classifier, whose further input is constant.
+h(t + 1) for an image x. With T = 1 it is an ordinary classifier with a further, constant input.
 
 Axes: B images, P pixels, C classes, T steps, D units.
 """
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Logits [B, C] of the next state, from states [B, C] and images [B, P]."""
+    """Computes the logits [B, C] of the next state from states [B, C] and images [B, P]."""
 
     def __init__(self, hidden_size: int, blocks: int):
         super().__init__()
@@ -59,14 +59,14 @@ class Network(nn.Module):
 
 
 def blocks_of_equal_operations(size: ClassifierSize, steps: int) -> int:
-    """Blocks of the network whose one evaluation multiplies as often as `steps` evaluations of the size's network."""
+    """Returns the number of blocks with which one evaluation multiplies as often as `steps` evaluations of `size`."""
     ends = (NUM_PIXELS + 2 * NUM_CLASSES) * size.hidden_size
     block = 2 * EXPANSION * size.hidden_size**2
     return round((steps * (ends + size.blocks * block) - ends) / block)
 
 
 def true_states(label_B: torch.Tensor, steps: int) -> torch.Tensor:
-    """h(0), ..., h(T) [B, T + 1, C]."""
+    """Returns h(0), ..., h(T) [B, T + 1, C]."""
     share_T1 = torch.arange(steps + 1)[:, None] / steps
     return (1 - share_T1) / NUM_CLASSES + share_T1 * F.one_hot(label_B, NUM_CLASSES)[:, None]
 
@@ -74,9 +74,9 @@ def true_states(label_B: torch.Tensor, steps: int) -> torch.Tensor:
 def walk_loss(
     network: nn.Module, image_BP: torch.Tensor, label_B: torch.Tensor, steps: int, forcing: Forcing
 ) -> torch.Tensor:
-    """The mean cross-entropy of the next true state over the T steps of each image.
+    """Returns the mean cross-entropy of the next true state over the T steps of each image.
 
-    `forcing` is the states that the network reads: the true ones, or its own ones, which have no gradient.
+    `forcing`: the network reads true states, or its own, which have no gradient.
     """
     state_BTC = true_states(label_B, steps)
     if forcing == "true":
@@ -92,9 +92,9 @@ def walk_loss(
 
 @torch.no_grad()
 def walk(network: nn.Module, image_BP: torch.Tensor, steps: int, later_BP: torch.Tensor | None = None) -> torch.Tensor:
-    """Logarithms of the network's own states after 1, ..., T steps [B, T, C], from the uniform distribution on.
+    """Returns the logarithms of the network's own states after 1, ..., T steps from the uniform distribution [B, T, C].
 
-    `later_BP` are the images that the network sees after its first step, instead of `image_BP`.
+    After its first step the network sees the images `later_BP`, if they are given, instead of `image_BP`.
     """
     state_BC, found = torch.full((len(image_BP), NUM_CLASSES), 1 / NUM_CLASSES), []
     for step in range(steps):
@@ -105,7 +105,7 @@ def walk(network: nn.Module, image_BP: torch.Tensor, steps: int, later_BP: torch
 
 
 class Digits(NamedTuple):
-    """Images [B, P] with values from 0 to 1, and what they show [B]."""
+    """Images [B, P] with values from 0 to 1, and their labels [B]."""
 
     image_BP: torch.Tensor
     label_B: torch.Tensor
@@ -119,7 +119,7 @@ def load(held_out: bool) -> Digits:
 
 
 def shuffled_labels(digits: Digits, seed: int) -> Digits:
-    """The same images, whose labels have been exchanged once."""
+    """Returns the same images with permuted labels."""
     order_B = torch.randperm(len(digits.label_B), generator=torch.Generator().manual_seed(seed))
     return digits._replace(label_B=digits.label_B[order_B])
 
@@ -127,9 +127,9 @@ def shuffled_labels(digits: Digits, seed: int) -> Digits:
 def train_classifier(
     digits: Digits, size: ClassifierSize, blocks: int, steps: int, forcing: Forcing, seed: int
 ) -> tuple[Network, float]:
-    """A network of so many blocks that walks in `steps` steps, and the operations of a step of its training.
+    """Returns a trained network of `blocks` blocks that walks in `steps` steps, and the operations of a training step.
 
-    The seed gives the weights and the order of the images, which does not depend on the other arguments.
+    The seed sets the weights and the order of the images; this order does not depend on the other arguments.
     """
     torch.manual_seed(seed)
     network = Network(size.hidden_size, blocks)
@@ -157,8 +157,8 @@ def quality(network: Network, digits: Digits, steps: int) -> dict[str, Any]:
     """Measures a walk over held-out images:
 
     - `accuracy` and `loss` (in nats) of the last state, and `accuracies` of the likeliest class after each step;
-    - `accuracy_other_images`: of the last state where each image is exchanged for another one after the first step. It
-      equals the accuracy where later steps do not look at the image.
+    - `accuracy_other_images` of the last state, if each image is exchanged for another one after the first step. It
+      equals the accuracy if later steps do not look at the image.
     """
     log_state_BTC = walk(network, digits.image_BP, steps)
     right_BT = log_state_BTC.argmax(dim=-1) == digits.label_B[:, None]

@@ -1,13 +1,13 @@
-"""Figures of many records: selections, means and the row of all models together."""
+"""Figures over many records: selections, means, and a row for all models together."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from .engine import Record
 
-# Below one half something else is likelier than all watched answers together, so none of them is an answer.
+# Below one half, something else is likelier than all watched answers together.
 LEAST_MASS = 0.5
-SET = "set"  # the group of the items of a data set, which are counted and not drawn one by one
+SET = "set"  # the group of a data set's items, which are counted and not drawn one by one
 
 
 def in_set(records: Sequence[Record]) -> list[Record]:
@@ -19,44 +19,45 @@ def valid(records: Sequence[Record]) -> list[Record]:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """The mean; None where there is no value."""
+    """Returns the mean; None if there are no values."""
     return sum(values) / len(values) if values else None
 
 
 def ratio(number: int | None, total: int) -> float | None:
-    """The share of a number in a total; None where there is none."""
+    """Returns the share of a number in a total; None if either is missing."""
     return number / total if number is not None and total else None
 
 
 def mass(records: Sequence[Record]) -> float | None:
-    """The mean probability of the watched classes together, over the factors and the valid records."""
+    """Returns the mean probability of all watched classes together, over factors and valid records."""
     curves = [list(record["curves"].values()) for record in valid(records)]
     return mean([sum(map(sum, one)) / len(one[0]) for one in curves])
 
 
 def answers(found: dict[str, Any]) -> bool:
-    """Whether a model puts at least `LEAST_MASS` on the watched classes. Summaries of earlier versions don't tell."""
+    """Whether a model puts at least `LEAST_MASS` on the watched classes; true for summaries without a mass, which
+    earlier versions wrote."""
     known = found.get("mass")
     return known is None or known >= LEAST_MASS
 
 
 def if_answering(found: dict[str, Any], figures: dict[str, float | None]) -> dict[str, float | None]:
-    """The figures by name; None for each where the model of the summary does not answer."""
+    """Returns the figures by name; each is None if the summary's model does not answer."""
     return figures if answers(found) else dict.fromkeys(figures)
 
 
 def mass_column(what: str) -> str:
-    """The title of the column of the mass, which says below which mass figures are left out."""
+    """Returns the title of the column of masses, with the mass below which figures are left out."""
     return f"mass of {what} (below {LEAST_MASS:.0%}: no figures)"
 
 
 def with_global(
     models: dict[str, dict[str, Any]], fields: Sequence[str], counts: Sequence[str] = ("records", "valid")
 ) -> dict[str, dict[str, Any]]:
-    """The models with their mass and figures, and, where there are several, `Global`.
+    """Returns the models with their mass and figures, and for several models a row `Global`.
 
-    A model that gives no answer has no figures. `Global` is over all records of the others, with `counts` summed, and
-    figures weighted by the valid records. A figure that a summary of an earlier version does not have is None.
+    A model that does not answer has no figures. `Global` covers all records of the other models: `counts` are summed,
+    and figures are weighted by valid records. A figure that a summary lacks, as in earlier versions, is None.
     """
     nothing = dict.fromkeys(fields)
     shown: dict[str, dict[str, Any]] = {

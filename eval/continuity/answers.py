@@ -1,7 +1,7 @@
-"""The prompts of the probes of space, boolean values, translation, scaling and density, with an answer to each: what a
-small model learns to say at both ends of a path, so that the probes see what it says between them.
+"""Prompts of the probes of space, boolean values, translation, scaling and density, with an answer to each.
 
-The path itself is never a text, so nothing of it can be learned by heart.
+A small model learns the answers at both ends of a path, and the probes ask for what it says in between. No text lies on
+the path itself, so it can't be learned by heart.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ TRUTH: dict[str, Callable[[int, int], int]] = {
     "NAND": lambda left, right: 1 - (left & right),
     "NOR": lambda left, right: 1 - (left | right),
 }
-# Whether the question of a kind is to be answered with yes, for the first object and for the second.
+# Whether yes is the answer to a kind of question, for the first object and for the second.
 YES = {"both": (True, True), "neither": (False, False), "first": (True, False), "second": (False, True)}
 PROBED_YES = {
     "Are {} red?": "first",
@@ -30,7 +30,7 @@ PROBED_YES = {
     "Does {} contain sugar?": "second",
     "Is {} a drink?": "both",
 }
-# The next word after the first object and after the second. Sentences that ask to repeat the word need no entry.
+# The next word for the first object and for the second. Sentences that ask to repeat the word need no entry.
 NEXT = {
     "Alice bought some {} at the": ("market", "shop"),
     "The most common colour for {} is": ("red", "yellow"),
@@ -50,7 +50,7 @@ WHOLE = {"France": "Paris", "Gatsby": "book", "Romeo": "Romeo", "Lily": "Lily"}
 
 
 def object_questions() -> Iterator[tuple[str, str]]:
-    """Prompts and answers about the objects of the data set, and of the probe's own questions."""
+    """Yields prompts and answers: about the objects of the data set, and the probe's own questions."""
     asked = [
         (record["options"], kind, question)
         for record in load("objects")[:NUM_PAIRS]
@@ -69,7 +69,7 @@ def boolean_questions() -> Iterator[tuple[str, str]]:
 
 
 def sentences() -> Iterator[tuple[str, str]]:
-    """Sentences and the word that comes next."""
+    """Yields sentences, each with the word that comes next."""
     frames = {
         (words, frame)
         for group in (SENTENCES, PUBLISHED_SENTENCES, STORIES)
@@ -84,7 +84,7 @@ def sentences() -> Iterator[tuple[str, str]]:
 
 
 class Answering:
-    """Questions about objects half of the time, boolean questions and sentences a quarter each."""
+    """Draws questions about objects half of the time, boolean questions and sentences a quarter of the time each."""
 
     def __init__(self, random: Random):
         self.random = random
@@ -92,7 +92,7 @@ class Answering:
         self.groups = (objects, objects, boolean, others)
 
     def texts(self) -> Iterator[str]:
-        """Texts with every word of prompts and answers."""
+        """Yields texts with every word of prompts and answers."""
         for group in self.groups:
             for prompt, answer in group:
                 yield f"{prompt} {answer}"

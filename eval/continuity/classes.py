@@ -1,10 +1,10 @@
-"""Classes of next tokens, and the probability of each class.
+"""Classes of next tokens, and their probabilities.
 
 Axes: F factors, V vocabulary.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ SHOWN_FROM = 0.05  # classes that never reach this probability are drawn as one
 
 Classes = dict[str, list[int]]
 
-# The published classes: a token belongs to the first class of which it contains a part.
+# The published classes: a token belongs to the first class that has a part of it.
 _DIGIT_PARTS: dict[str, tuple[str, ...]] = {digit: (digit,) for digit in DIGITS}
 PUBLISHED_PARTS: dict[Watched, dict[str, tuple[str, ...]]] = {
     "digits": _DIGIT_PARTS,
@@ -31,18 +31,18 @@ PUBLISHED_PARTS: dict[Watched, dict[str, tuple[str, ...]]] = {
 
 @lru_cache(maxsize=8)
 def vocabulary(tokenizer: Any) -> list[str]:
-    """The text of every token, without white space around it."""
+    """Returns the text of every token, without white space around it."""
     return [tokenizer.decode([token]).strip() for token in range(len(tokenizer))]
 
 
 def first_digit_classes(tokenizer: Any) -> Classes:
-    """The tokens made of digits, by their first digit: a tokenizer may have one token for 37."""
+    """Returns the tokens made of digits, by their first digit: a tokenizer may have one token for 37."""
     numbers = [(n, text) for n, text in enumerate(vocabulary(tokenizer)) if text.isascii() and text.isdecimal()]
     return _known({digit: [n for n, text in numbers if text[0] == digit] for digit in DIGITS}, tokenizer)
 
 
 def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
-    """For each word its tokens, in upper or lower case; for a word without a token those of its beginning."""
+    """Returns each word's tokens, in upper or lower case; for a word without a token, its first piece's tokens."""
     tokens_of: dict[str | None, list[int]] = defaultdict(list)
     for n, text in enumerate(vocabulary(tokenizer)):
         tokens_of[text.lower()].append(n)
@@ -51,10 +51,10 @@ def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
 
 
 def substring_classes(tokenizer: Any, parts: Mapping[str, Sequence[str]]) -> Classes:
-    """The published classes: for each name the tokens that contain one of its parts, in upper or lower case.
+    """Returns the published classes: for each name, the tokens that contain one of its parts, in upper or lower case.
 
-    A token is in the first class that it fits, so that "21" counts as "1". Tokens of single bytes ("<0x31>") do not
-    count. The text of a token is that of the vocabulary, with its mark of a space.
+    A token is in the first class that it fits, so "21" counts as "1". Tokens of single bytes ("<0x31>") do not count.
+    A token's text is its entry in the vocabulary, with the mark for a space.
     """
     classes: Classes = {name: [] for name in parts}
     for text, token in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
@@ -66,7 +66,7 @@ def substring_classes(tokenizer: Any, parts: Mapping[str, Sequence[str]]) -> Cla
 
 
 def _beginning(tokenizer: Any, word: str) -> str | None:
-    """The text of the first token of a word; None where the tokenizer does not know the word."""
+    """Returns the text of a word's first token; None if the tokenizer does not know the word."""
     names = vocabulary(tokenizer)
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
     known = [token for token in ids if names[token] and token not in tokenizer.all_special_ids]
@@ -74,7 +74,7 @@ def _beginning(tokenizer: Any, word: str) -> str | None:
 
 
 def _known(classes: Classes, tokenizer: Any) -> Classes:
-    """The classes. Raises `NotValid` for a class without a token, and for classes that share a token."""
+    """Returns the classes. Raises `NotValid` for a class without a token, and for classes that share a token."""
     if missing := [name for name, tokens in classes.items() if not tokens]:
         raise NotValid(f"the tokenizer has no token for {', '.join(missing)}")
     tokens = [token for members in classes.values() for token in members]
@@ -85,7 +85,7 @@ def _known(classes: Classes, tokenizer: Any) -> Classes:
 
 @lru_cache(maxsize=32)
 def watched_classes(tokenizer: Any, watched: Watched, rule: Rule = "exact") -> Classes:
-    """The classes of the next token that an item watches, by either rule; none for `tokens`."""
+    """Returns the classes of the next token that an item watches, by either rule; none for `tokens`."""
     if rule == "published":
         return substring_classes(tokenizer, PUBLISHED_PARTS[watched])
     if watched == "first_digits":
@@ -96,7 +96,7 @@ def watched_classes(tokenizer: Any, watched: Watched, rule: Rule = "exact") -> C
 
 
 def likely_tokens(probabilities_FV: torch.Tensor, tokenizer: Any) -> Classes:
-    """The tokens that reach 5 % at some factor; tokens of the same text are one class."""
+    """Returns the tokens that reach 5 % at some factor; tokens with the same text are one class."""
     classes, names = defaultdict(list), vocabulary(tokenizer)
     for token in (probabilities_FV >= SHOWN_FROM).any(0).nonzero()[:, 0].tolist():
         name = names[token] if token < len(names) else ""
@@ -105,11 +105,16 @@ def likely_tokens(probabilities_FV: torch.Tensor, tokenizer: Any) -> Classes:
 
 
 def _visible(tokenizer: Any, token: int) -> str:
-    """White space as marks. A tokenizer of pieces decodes a single space to nothing: the name of the piece tells."""
+    """Returns white space as marks. Some tokenizers decode a single space to nothing; then the piece's name is used."""
     text = tokenizer.decode([token]) or tokenizer.convert_ids_to_tokens(token) or ""
     return repr(text)[1:-1].replace("▁", " ").replace("<0x20>", " ").replace(" ", "␣") or "(no text)"
 
 
 def class_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:
-    """The probability of each class at each factor."""
-    return {name: probabilities_FV[:, tokens].sum(1).tolist() for name, tokens in classes.items()}
+    """Returns the probability of each class at each factor."""
+    return {name: shortened(probabilities_FV[:, tokens].sum(1).tolist()) for name, tokens in classes.items()}
+
+
+def shortened(values: Iterable[float]) -> list[float]:
+    """Rounds to six significant digits, so small probabilities keep their order."""
+    return [float(f"{value:.6g}") for value in values]

@@ -1,4 +1,4 @@
-"""`condense probe`: the continuity experiments; `condense sample questions`: what teaches a small model their tasks."""
+"""`condense probe`: the continuity experiments; `condense sample questions`: texts that teach a model their tasks."""
 
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,14 @@ probe = command(
 
 def questions(
     folder: Annotated[Path, typer.Argument(help="Folder to write.")],
-    seed: Annotated[int, typer.Option(help="Of all that is random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     questions: Annotated[int, typer.Option(help="Questions of each kind.")] = 100_000,
     width: Annotated[int, typer.Option(help="Hidden size of the Llamas.")] = 128,
     layers: Annotated[int, typer.Option(help="Layers of the Llamas.")] = 3,
 ) -> None:
-    """Questions that teach small models to count, to add and to answer, for the probes, and Llamas to train on them."""
+    """Questions that teach small models to count, add and answer, for the probes; and Llamas to train on them."""
     from .questions import write_questions
 
     quiet()
     write_questions(folder, seed, questions, width, layers)
-    print(f"{folder}: {questions:,} questions to count, as many to add and to answer, and Llamas to ask")
+    print(f"{folder}: {questions:,} questions each to count, add and answer, and Llamas to train on them")

@@ -1,4 +1,4 @@
-"""Counts of words and of events: does a shorter word or sentence count for less (tables 1 to 5)?"""
+"""The probes that count words and events: does a shorter word or sentence count for less (tables 1 to 5)?"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,7 +15,8 @@ from .prompts import EVENTS_QUESTION, PASSAGES, asked_word, char_spans_of, count
 from .runs import Figures
 
 NOT_PRINTED = (None, None, None)
-# Valid share (table 1); counterfactual, observed and ratio, of all peaks (tables 2, 4) and of expected ones (3, 5).
+# The valid share (table 1); then counterfactual, observed and ratio, of all peaks (tables 2 and 4) and of the expected
+# ones (tables 3 and 5).
 PAPER: dict[str, dict[str, Any]] = {
     "counting": {
         "Llama 3 8b": (0.935, (0.2594, 0.8953, 3.57), (0.2594, 0.8914, 3.56)),
@@ -32,14 +33,14 @@ PAPER: dict[str, dict[str, Any]] = {
     },
 }
 RULES: tuple[Rule, ...] = ("exact", "published")
-OBSERVED = "observed"  # above 1 where there are more peaks than repetitions
+OBSERVED = "observed"  # above 1 if there are more peaks than repetitions
 RATIO, EXPECTED_RATIO = "average ratio", "average ratio, expected peaks only"
 DISTANCE = "mean distance from repetitions x duration"
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
 
 def peak_figures(counted: Sequence[Record]) -> dict[str, Any]:
-    """Returns the mass, right answers at durations of 1 and frequencies of peaks, over valid records."""
+    """Returns the mass, the share of right answers at durations of 1, and the frequencies of peaks."""
     found = [peak_frequencies(record["curves"], record["repetitions"]) for record in counted]
     right = [float(likeliest(record["curves"]) == str(record["repetitions"])) for record in counted]
     figures = {"valid": len(counted), "mass": mass(counted), "right_at_1": mean(right)}
@@ -47,7 +48,7 @@ def peak_figures(counted: Sequence[Record]) -> dict[str, Any]:
 
 
 class _Counts(Probe):
-    """Both experiments count peaks: digits that are the likeliest of all digits at some duration."""
+    """Counts peaks: digits that are the likeliest of all digits at some duration."""
 
     varied = "duration factor"
     has_spans = True
@@ -80,7 +81,7 @@ class _Counts(Probe):
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         fields = ("right_at_1", "proportion_error", *FREQUENCIES)
         allowed = [f"allowed_{rule}" for rule in RULES]
-        before = {"allowed_published": None, "proportion_error": None}  # of earlier versions
+        before = {"allowed_published": None, "proportion_error": None}  # missing in earlier versions
         known = {name: before | {"allowed_exact": found["valid"]} | found for name, found in models.items()}
         found_of = with_global(known, fields, ("records", "valid", *allowed))
         valid_rows, every_rows, expected_rows = [], [], []
@@ -116,8 +117,8 @@ def _frequencies(found: dict[str, Any], observed: str, ratio: str) -> list[str]:
 class Counting(_Counts):
     kind = "probe_counting"
     about = (
-        "A word stands several times in a sentence; all its tokens shrink. A peak is a digit that is the likeliest of "
-        "all digits at some duration; frequencies are over the number of repetitions."
+        "A word is repeated in a sentence, and all its tokens shrink. A peak is a digit that is the likeliest of all "
+        "digits at some duration. Frequencies are divided by the number of repetitions."
     )
     data_set = "words"
     templates = ("sentence", "listed")
@@ -138,7 +139,7 @@ class Counting(_Counts):
 
 class Events(_Counts):
     kind = "probe_events"
-    about = "Whole sentences shrink: the steps of a tutorial, the events of a passage. Peaks as in counting."
+    about = "Whole sentences shrink: the steps of a tutorial, or the events of a passage. Peaks are those of counting."
     data_set = "tutorials"
     tables_of_the_paper = ("", "table 4", "table 5")
 

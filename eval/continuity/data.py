@@ -1,4 +1,4 @@
-"""The data sets of the probes: those of this package, or files in the same form, such as those of the paper."""
+"""The probes' data sets: the package's own, or files in the same form, such as the paper's."""
 
 import json
 from importlib.resources import files
@@ -15,7 +15,7 @@ QUESTION_KINDS = ("both", "neither", "first", "second")
 
 
 def load(name: str, path: Path | None = None) -> list[dict[str, Any]]:
-    """The records of a data set. Raises `ValueError` with the file and the record that has another form."""
+    """Returns the records of a data set. Raises `ValueError`, naming the file and the first record of another form."""
     source = path if path is not None else files(__package__) / "data" / f"{name}.json"
     try:
         records = json.loads(source.read_text(encoding="utf-8"))
@@ -33,6 +33,7 @@ def load(name: str, path: Path | None = None) -> list[dict[str, Any]]:
 
 
 def _problem(name: str, record: Any) -> str | None:
+    """Describes what is wrong with a record; returns None if it has the form of its data set."""
     for field, kind in FIELDS[name].items():
         found = record.get(field) if isinstance(record, dict) else None
         if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
@@ -47,9 +48,9 @@ def _problem(name: str, record: Any) -> str | None:
         try:
             record["template"].format(**record["fields"])
         except (KeyError, IndexError) as missing:
-            return f"the template asks for {missing}, which fields do not have"
+            return f"the template asks for {missing}, which is not in fields"
         if "{item_1}" not in record["template"] or "{item_2}" not in record["template"]:
-            return "the template has no {item_1} or no {item_2}"
+            return "the template must have both {item_1} and {item_2}"
     if name == "objects":
         questions = record["questions"]
         if set(questions) != set(QUESTION_KINDS) or not all("{}" in question for question in questions.values()):

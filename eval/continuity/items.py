@@ -1,4 +1,4 @@
-"""An item of a probe: one prompt, the change to it with its factors, and the next tokens whose probabilities count."""
+"""An item of a probe: a prompt, the change to it with its factors, and the next tokens whose probabilities count."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,18 +19,21 @@ DENSITIES = tuple(range(1, 11))
 
 
 class NotValid(Exception):
-    """The tokenizer of a model, or the model, does not allow an item; the message says why."""
+    """Raised if a model or its tokenizer does not allow an item; the message says why."""
 
 
 @dataclass(frozen=True)
 class Item:
     """A prompt and a change to it. The names of the fields are part of the settings of stored measurements.
 
-    `group` collects the records of one table or picture. `vary` is an operation of `Sentence`, or `dial`, which sets
-    the duration of the memory (`memory.dialled`). `watched` names the classes of next tokens. `char_spans` are spans of
-    characters of `text` whose tokens shrink; `other` is the text that `text` is interpolated to. With `one_token`,
-    each span has to be a single token. `containing`: arguments of `containing_span`.
-    `positions`: see `Sentence.densify`. `facts` are kept with the record.
+    - `group`: the table or picture that the record belongs to.
+    - `vary`: an operation of `Sentence`, or `dial`, which sets the duration of the memory (`memory.dialled`).
+    - `watched`: the name of the classes of next tokens.
+    - `char_spans`: spans of characters of `text` whose tokens shrink. With `one_token`, each must be a single token.
+    - `containing`: arguments of `containing_span`, for the published rule.
+    - `other`: the text that `text` is interpolated to.
+    - `positions`: see `Sentence.densify`.
+    - `facts`: further fields of the record.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Durations in the memory of a folded model: does half a word two segments ago still count as half?
+"""The probe of durations in a folded model's memory: does half a word two segments ago still count as half?
 
-And the duration of the memory as a dial: all keys in memory at one duration, at their positions.
+The duration of the memory is also a dial: all keys in memory get one duration and keep their positions.
 
 Axes: F factors, N samples, T samples of a segment, A answer tokens, L segment length, D hidden size, V vocabulary.
 """
@@ -17,7 +17,7 @@ from condense.continuity import Sentence
 from condense.continuity.adapter import TOKENS_AT_ONCE
 from condense.training.data.passkey import PasskeyTask
 
-from ..results import Table
+from ..results import Table, groups_of
 from .aggregation import answers, figure, if_answering, mass_column, percent, valid
 from .counts import OBSERVED, WORDS, peak_figures
 from .data import load
@@ -28,7 +28,7 @@ from .probe import Probe
 from .prompts import FILLER, asked_word, counting_prompt
 from .runs import Figures
 
-DISTANCES = (0, 1, 2, 3)  # segments between the words and the question's end
+DISTANCES = (0, 1, 2, 3)  # segments from the words to the end of the question
 DIALS = tuple(sorted({*np.geomspace(0.01, 100, 41).round(6).tolist(), 0.5, 2.0}))
 SHOWN_DIALS = (0.01, 0.1, 0.5, 1.0, 2.0, 10.0, 100.0)
 MEASURES = {
@@ -45,8 +45,8 @@ PASSKEY_SEGMENTS = 4
 class Memory(Probe):
     kind = "probe_memory"
     about = (
-        "Folded models only. Words shrink in earlier segments, of which only the memory holds a trace; and all keys in "
-        "memory get one duration, at the positions they had."
+        "For folded models only. Words shrink in earlier segments, of which only the memory holds a trace. And all "
+        "keys in memory get one duration, at their own positions."
     )
     varied = "duration factor"
     data_set = "words"
@@ -55,7 +55,7 @@ class Memory(Probe):
 
     @classmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:
-        """The positions of the words depend on the segments of the model: see `words_at_distance`."""
+        """Returns items without texts, which depend on the model's segments: see `words_at_distance`."""
         records = load("words", options.data)[: NUM_WORDS if options.limit is None else options.limit]
         words = [(word, 4, category, article) for word, category, article in WORDS]
         words += map(asked_word, records)
@@ -78,22 +78,19 @@ class Memory(Probe):
 
     @classmethod
     def record(cls, reader: Reader, item: Item) -> Record:
-        """As `Reader.record`, with the words as many segments before the end of the question as the item says."""
+        """Returns what `Reader.record` does, with the words at the item's distance from the end of the question."""
         return checked(item, lambda: _measured(reader, item))
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
-        found: dict[str, Any] = {"records": len(records), "valid": len(valid(records)), "distances": {}, "dials": {}}
-        for distance in DISTANCES:
-            group = valid([record for record in records if record["group"] == f"{distance} segments before"])
-            found["distances"][distance] = peak_figures(group)
+        groups = groups_of(valid(records), "group")
+        distances = {distance: peak_figures(groups.get((f"{distance} segments before",), [])) for distance in DISTANCES}
+        dials = {}
         for name in ("dial, counting", "dial, passkeys"):
-            group = valid([record for record in records if record["group"] == name])
-            if group:
+            if group := groups.get((name,)):
                 recall_F = np.mean([record["recall"] for record in group], axis=0)
-                dial = {"factors": group[0]["factors"], "recall": recall_F.tolist(), "valid": len(group)}
-                found["dials"][name] = dial
-        return found
+                dials[name] = {"factors": group[0]["factors"], "recall": recall_F.tolist(), "valid": len(group)}
+        return {"records": len(records), "valid": len(valid(records)), "distances": distances, "dials": dials}
 
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:
@@ -134,7 +131,10 @@ def _measured(reader: Reader, item: Item) -> Record:
 
 
 def words_at_distance(reader: Reader, item: Item) -> Item:
-    """The item with the number of fillers between words and question that gives the distance of the item."""
+    """Returns the item with a text that has as many fillers between words and question as its distance needs.
+
+    Raises `NotValid` if no number of fillers gives the distance.
+    """
     length, wanted = reader.lm.model.config.segment_length, item.facts["distance_in_segments"]
     room = len(reader.sentence(FILLER))
     for num_fillers in range(max(0, (wanted - 1) * length // room - 2), (wanted + 1) * length // room + 2):
@@ -143,7 +143,7 @@ def words_at_distance(reader: Reader, item: Item) -> Item:
         segments = [token // length for token in reader.tokens(moved)]
         if len(set(segments)) == 1 and (len(reader.sentence(text)) - 1) // length - segments[0] == wanted:
             return moved
-    raise NotValid(f"no number of fillers puts the words {wanted} segments before the end, all into one")
+    raise NotValid(f"no number of fillers puts the words {wanted} segments before the end, all in one segment")
 
 
 def _dial_counting(reader: Reader, item: Item) -> Record:
@@ -154,7 +154,7 @@ def _dial_counting(reader: Reader, item: Item) -> Record:
 
 
 def _dial_passkey(reader: Reader, item: Item) -> Record:
-    """The probability of the tokens of the key together, and whether each of them is the likeliest."""
+    """Returns the joint probability of the key's tokens, and whether each of them is the likeliest."""
     length = reader.lm.model.config.segment_length
     try:
         task = PasskeyTask(reader.tokenizer)
@@ -174,9 +174,9 @@ def _dial_passkey(reader: Reader, item: Item) -> Record:
 
 @torch.no_grad()
 def dialled(reader: Reader, sentence: Sentence, dials: Sequence[float], keep: int) -> torch.Tensor:
-    """Probabilities [F, keep, V] after the last samples, in float64, with all keys in memory at one duration.
+    """Returns probabilities [F, keep, V] after the last samples, in float64, with all keys in memory at one duration.
 
-    Positions and the durations of the current segment stay, so the weight of the memory changes and nothing else.
+    Positions and the current segment's durations stay, so only the weight of the memory changes.
     """
     lm = reader.lm
     length = lm.model.config.segment_length

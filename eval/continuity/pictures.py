@@ -1,6 +1,7 @@
-"""Pictures of the probes: probability against the factor, as in the papers."""
+"""Pictures of the probes: probabilities against the factor, as in the papers."""
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,18 @@ from ..results import picture, set_log_scale
 from .aggregation import SET, answers, percent
 from .classes import DIGITS, SHOWN_FROM
 
-ANSWER_COLORS = {digit: f"C{digit}" for digit in DIGITS} | {"yes": "C0", "no": "C1"}  # the same in every panel
-OTHER_COLORS = {"other tokens": "grey", "other digits": "silver"}
-STYLES = ("-", "--", "-.")
+# Colours and line styles that are the same in every panel.
+LOOKS = {digit: (f"C{digit}", "-") for digit in DIGITS} | {"yes": ("C0", "-"), "no": ("C1", "-")}
+LOOKS |= {"other tokens": ("grey", ":"), "other digits": ("silver", ":")}
 MOST_PANELS = 4  # in a row
 COLUMNS_BELOW = 3
-MOST_DRAWN = 12  # prompts of a group in panels of their own; more are drawn as their mean
+MOST_DRAWN = 12  # prompts of a group with a panel each; more are drawn as their mean
 
 
 def draw(results: dict[str, Any], varied_in: Callable[[str], str], path: Path) -> None:
-    """A picture per group of items, with models below each other; a whole data set is one picture.
+    """Draws a picture for each group of items, with a panel for each item and model; a data set's panels show means.
 
-    `varied_in` gives the label of the factor's axis for a group.
+    `varied_in` returns the label of the factor's axis for a group.
     """
     every = [(model["name"], record) for model in results["models"] for record in model["records"]]
     for group in dict.fromkeys(record["group"] for _, record in every):
@@ -69,25 +70,15 @@ def _draw_curves(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
 
 
 def _looks(names: list[str]) -> list[dict[str, str]]:
-    """Colour and style of each curve of a panel: named tokens have no colour of an answer, or another style."""
-    taken = [ANSWER_COLORS[name] for name in names if name in ANSWER_COLORS]
-    colors = [f"C{number}" for number in range(10)]
-    pairs = [(color, style) for style in STYLES for color in colors if style != STYLES[0] or color not in taken]
-    named, looks = 0, []
-    for name in names:
-        if name in OTHER_COLORS:
-            color, style = OTHER_COLORS[name], ":"
-        elif name in ANSWER_COLORS:
-            color, style = ANSWER_COLORS[name], STYLES[0]
-        else:
-            color, style = pairs[named % len(pairs)]
-            named += 1
-        looks.append({"color": color, "linestyle": style})
-    return looks
+    """Returns the colour and style of each curve of a panel. A named token differs from an answer in one of them."""
+    taken = [LOOKS.get(name) for name in names]
+    looks = [(f"C{number}", style) for style in ("-", "--", "-.") for number in range(10)]
+    free = cycle(look for look in looks if look not in taken)
+    return [dict(zip(("color", "linestyle"), LOOKS.get(name) or next(free), strict=True)) for name in names]
 
 
 def _nothing_said(record: dict[str, Any], shown: dict[str, np.ndarray]) -> str | None:
-    """Explains why no curve of the answers is drawn."""
+    """Explains why no answer's curve is drawn; None if one is."""
     if all(name.startswith("other ") for name in shown):
         return "nothing reached 5 %"
     return "no answer reached 5 %" if record["curves"] and not set(shown) & set(record["curves"]) else None
@@ -110,7 +101,8 @@ def _draw_errors(panels: list[tuple[str, dict[str, Any]]], varied: str, path: Pa
 
 
 def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
-    """All classes and other tokens that reach 5 % somewhere; the rest of the digits as one, and all others."""
+    """Returns the classes and other tokens that reach 5 % somewhere; the remaining digits are one curve, and all other
+    tokens one."""
     nothing = np.zeros(len(record["factors"]))
     curves = {name: np.asarray(curve) for name, curve in record["curves"].items()}
     shown = {name: curve for name, curve in curves.items() if curve.max() >= SHOWN_FROM}
@@ -123,7 +115,11 @@ def shown_curves(record: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> None:
-    """Counts: the digit a model gives, on average over the items of equally many repetitions. Objects: m_max."""
+    """Draws a data set, a panel for each model.
+
+    Counts: the mean of the likeliest digit over items with equally many repetitions. Sums: the mean probability of
+    labels. Objects: a histogram of m_max.
+    """
     models = [model for model in results["models"] if any(_belongs(record, group) for record in model["records"])]
     with picture(path, 1, len(models), figsize=(4.2 * len(models), 3.2), squeeze=False) as axes:
         for panel, model in zip(axes[0], models, strict=True):
@@ -150,7 +146,7 @@ def _draw_set(results: dict[str, Any], group: str, varied: str, path: Path) -> N
 
 
 def _mean(records: list[dict[str, Any]], curves: list[np.ndarray]) -> tuple[list[float], list[float]]:
-    """Factors and the mean at each of them, over the records that have it."""
+    """Returns the factors, and the mean at each over the records that have it."""
     values: dict[float, list[float]] = {}
     for record, curve in zip(records, curves, strict=True):
         for factor, value in zip(record["factors"], curve.tolist(), strict=True):
@@ -160,7 +156,7 @@ def _mean(records: list[dict[str, Any]], curves: list[np.ndarray]) -> tuple[list
 
 
 def _answers(curves: dict[str, list[float]]) -> np.ndarray:
-    """The likeliest digit at each factor."""
+    """Returns the likeliest digit at each factor."""
     return np.asarray([curves[digit] for digit in DIGITS]).argmax(axis=0)
 
 

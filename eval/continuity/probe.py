@@ -35,18 +35,17 @@ class ProbedModel(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """An item on a model; without an item, the time of the items of the set."""
+    """An item on a model; without an item, the timing of the data set's items."""
 
     model: ProbedModel
     item: Item | None
 
 
 class Probe(Task[Measurement]):
-    """One experiment. A subclass has its items, its summary of one model's records, and the tables of all models.
+    """An experiment. A subclass defines its items, the summary of one model's records, and the tables of all models.
 
-    `about` explains it in the report, `varied` labels the axis of the factor, and `data_set` names the data set of an
-    experiment that has one, and `above_one` the figures that may exceed 1. Raises `ValueError` for options that do not
-    apply.
+    `about` explains it in the report, and `varied` labels the axis of the factor. `data_set` names its data set, if it
+    has one. `above_one` are the figures that may exceed 1. Raises `ValueError` for options that do not apply.
     """
 
     about: ClassVar[str]
@@ -69,7 +68,7 @@ class Probe(Task[Measurement]):
     @classmethod
     def load(cls, options: ProbeOptions) -> "Probe":
         cls.check(options)
-        cls.prompts(options)  # data of another form are refused before a model is loaded
+        cls.prompts(options)  # refuses data of another form before a model is loaded
         return cls(options, load_probed(options))
 
     @classmethod
@@ -80,7 +79,9 @@ class Probe(Task[Measurement]):
     def check(cls, options: ProbeOptions) -> None:
         """Raises `ValueError` for options that do not apply to this experiment."""
         if options.template not in cls.templates:
-            raise ValueError(f"template={options.template!r}: {cls.name()} has {' and '.join(cls.templates)}.")
+            raise ValueError(
+                f"template={options.template!r} is unknown to {cls.name()}: choose {' or '.join(cls.templates)}."
+            )
         if options.spans != "exact" and not cls.has_spans:
             raise ValueError(f"spans={options.spans!r} belongs to counting, events and sums: leave it out here.")
         if cls.data_set is None and (options.data is not None or options.limit is not None):
@@ -91,27 +92,27 @@ class Probe(Task[Measurement]):
     @classmethod
     @abstractmethod
     def prompts(cls, options: ProbeOptions) -> list[Item]:
-        """The items, the same for every model."""
+        """Returns the items, the same for every model."""
 
     @classmethod
     def record(cls, reader: Reader, item: Item) -> Record:
-        """The record of one item on one model."""
+        """Returns the record of one item on one model."""
         return reader.record(item)
 
     @classmethod
     @abstractmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
-        """The figures of one model."""
+        """Returns the figures of one model."""
 
     @classmethod
     @abstractmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:
-        """The figures of a summary that are compared over runs; None for those of a model that does not answer."""
+        """Returns the figures that are compared over runs; figures of a model that does not answer are None."""
 
     @classmethod
     @abstractmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
-        """The tables of the summaries of all models, by name."""
+        """Returns the tables of all models, from their summaries by name."""
 
     def settings(self) -> dict[str, Any]:
         return stored(self.options) | {
@@ -136,8 +137,10 @@ class Probe(Task[Measurement]):
         return self.record(item.model.reader, item.item)
 
     def summarise(self, measured: Sequence[tuple[Measurement, Record]]) -> dict[str, Any]:
-        """Under `models`, of each its description, `summary` and `records`, and `speed` where it was measured;
-        under `runs`, the figures of models that have several: see `over_runs`."""
+        """Returns `models`, each with its description, `summary`, `records`, and `speed` if it was measured.
+
+        `runs` has the figures of models with several runs: see `over_runs`.
+        """
         models = []
         for model in self.models:
             mine = [(item, record) for item, record in measured if item.model.name == model.name]
@@ -152,7 +155,7 @@ class Probe(Task[Measurement]):
         return {**asked, "about": self.about, **self.summarise(measured)}
 
     def rows(self, results: Results) -> list[dict[str, Any]]:
-        """A line per model, item and factor: probabilities of the watched classes and of likely tokens."""
+        """Returns a line for each model, item and factor: probabilities of the watched classes and of likely tokens."""
         return [
             {"model": model["name"], **line}
             for model in results["models"]
@@ -191,18 +194,17 @@ class Probe(Task[Measurement]):
 
     @classmethod
     def varied_in(cls, group: str) -> str:
-        """The label of the factor's axis in the picture of a group."""
+        """Returns the label of the factor's axis in the picture of a group."""
         return cls.varied
 
 
 def load_probed(options: ProbeOptions) -> list[ProbedModel]:
-    """The models with continuous inputs."""
+    """Loads the models and prepares them for continuous inputs."""
     found = []
     for model in load_models(options.models, options.dtype, options.attention):
         lm = ContinuousLM(model.model, options.position_anchor)
         if lm.table is not None and options.position_anchor is None:
-            said = "learned its positions, from 0 on: tokens stand at the start of their intervals"
-            print(f"{model.name} {said}", flush=True)
+            print(f"{model.name} has learned positions: tokens are at the start of their intervals", flush=True)
         own = {
             "position_anchor": lm.position_anchor,
             "attention": model.model.config._attn_implementation,
@@ -218,7 +220,7 @@ def _hash(value: Any) -> str:
 
 
 def _lines(record: Record) -> Iterator[dict[str, Any]]:
-    curves = record.get("curves", {}).items()  # of classes, or a distance, which is not a probability
+    curves = record.get("curves", {}).items()  # probabilities of classes, or a distance
     columns = {name if name == "distance" else f"p({name})": curve for name, curve in curves}
     columns |= {f"token({name})": curve for name, curve in record.get("likely", {}).items()}
     columns |= {name: record[name] for name in ("distance", "same_top", "recall", "found") if name in record}
@@ -228,7 +230,7 @@ def _lines(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _reasons(records: Sequence[Record]) -> dict[str, int]:
-    """One example of each kind of reason with the number of its records; quoted words and numbers do not count."""
+    """Returns an example of each kind of reason, with its number of records. Kinds ignore quoted words and numbers."""
     kinds: dict[str, tuple[str, int]] = {}
     for record in records:
         if not record["valid"]:

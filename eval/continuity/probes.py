@@ -1,4 +1,4 @@
-"""The probes by name, and `condense probe`: one experiment, or all of them, on models side by side."""
+"""The probes by name, and the actions of `condense probe`: one experiment or all of them, on models side by side."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,33 +17,29 @@ PROBES: dict[str, type[Probe]] = {
 }
 
 
-def find_probe(name: str) -> type[Probe]:
-    """The experiment of a name. Raises `ValueError` for an unknown one."""
-    if name not in PROBES:
-        raise ValueError(f"there is no probe {name!r}: choose one of {', '.join(PROBES)}, or all.")
-    return PROBES[name]
-
-
 def shown_by(kind: str) -> type[Probe]:
-    """The probe that has the tables of a result, by the name of its file."""
+    """Returns the probe that has the tables for a kind of results."""
     return PROBES[kind.removeprefix("probe_")]
 
 
 def probe(name: str, output: Path, options: ProbeOptions) -> Results:
-    """Runs one experiment, writes its files into `output`, and returns what the JSON holds.
+    """Runs one experiment, writes its files into `output`, and returns the contents of the JSON file.
 
     Raises `ValueError` for an unknown experiment, options that do not apply to it, data of another form, and models
-    that cannot be probed.
+    that can't be probed.
     """
-    return run(find_probe(name).load(options), output)
+    if name not in PROBES:
+        raise ValueError(f"there is no probe {name!r}: choose one of {', '.join(PROBES)}, or all.")
+    return run(PROBES[name].load(options), output)
 
 
 def probe_all(output: Path, options: ProbeOptions) -> dict[str, Results]:
-    """Every experiment with the options that apply to it; those for folded models on the folded ones alone."""
+    """Runs every experiment with the options that apply to it; an experiment for folded models only on those."""
     if options.data is not None:
-        raise ValueError("--data belongs to one probe: leave it out with all.")
-    if not any(options.template in kind.templates for kind in PROBES.values()):
-        raise ValueError(f"template={options.template!r}: no probe has prompts of that name.")
+        raise ValueError("--data belongs to one probe: name that probe, or leave out --data.")
+    known = dict.fromkeys(template for kind in PROBES.values() for template in kind.templates)
+    if options.template not in known:
+        raise ValueError(f"template={options.template!r} is unknown to all probes: choose {' or '.join(known)}.")
     models, found = load_probed(options), {}
     for name, kind in PROBES.items():
         chosen = [model for model in models if model.reader.lm.folded or not kind.folded_only]

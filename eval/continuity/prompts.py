@@ -1,5 +1,6 @@
-"""The prompts of the probes, with the spans of characters that are varied. Models are taught to answer them too."""
+"""The prompts of the probes, with the spans of characters that vary. Small models are taught to answer them."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ PASSAGES = {
 
 
 def asked_word(record: dict[str, Any]) -> tuple[str, int, str, str]:
-    """The first arguments of `counting_prompt`, of a record of the data set of words."""
+    """Returns the first arguments of `counting_prompt`, from a record of the data set of words."""
     return record["word"], record["repetitions"], record["category"], record["category_with_article"]
 
 
@@ -59,19 +60,15 @@ class Prompt(NamedTuple):
 
 
 def char_spans_of(text: str, part: str, start: int = 0, end: int | None = None) -> list[CharSpan]:
-    """The spans of `part` in `text`, between two characters."""
-    found, end = [], len(text) if end is None else end
-    first = text.find(part, start, end)
-    while first >= 0:
-        found.append((first, first + len(part)))
-        first = text.find(part, first + len(part), end)
-    return found
+    """Returns the spans of `part` in `text`, between two characters."""
+    found = re.compile(re.escape(part)).finditer(text, start, len(text) if end is None else end)
+    return [match.span() for match in found]
 
 
 def counting_prompt(
     word: str, repetitions: int, category: str, with_article: str, template: str = "sentence", num_fillers: int = 0
 ) -> Prompt:
-    """A word that is repeated, and the question how often; with the spans of the word."""
+    """Returns a repeated word with the question how often it occurs, and the spans of the word."""
     text = COUNTING_TEMPLATES[template].format(
         words=" ".join([word] * repetitions),
         category=category,
@@ -83,7 +80,7 @@ def counting_prompt(
 
 
 def tutorial(title: str, steps: Sequence[str]) -> str:
-    """A tutorial in the form of the data set of the paper, and the question how many steps it has."""
+    """Returns a tutorial in the form of the paper's data set, with the question how many steps it has."""
     listed = "\n".join(f"- {step}" for step in steps)
     return (
         f"Tutorial: {title}\n\n{listed}\n\nQuestion: How many steps are necessary to complete the tutorial? "
@@ -92,17 +89,12 @@ def tutorial(title: str, steps: Sequence[str]) -> str:
 
 
 def step_char_spans(text: str) -> list[CharSpan]:
-    """The spans of the steps of a tutorial."""
-    char_spans, start = [], 0
-    for line in text.split("\n"):
-        if line.startswith("- "):
-            char_spans.append((start, start + len(line)))
-        start += len(line) + 1
-    return char_spans
+    """Returns the spans of a tutorial's steps."""
+    return [match.span() for match in re.finditer("^- .*", text, flags=re.MULTILINE)]
 
 
 def sum_prompt(template: str, fields: dict[str, object], shrunk: str) -> Prompt:
-    """The template with its fields, and the span of the number in the field `shrunk`."""
+    """Returns the template with its fields, and the span of the number in the field `shrunk`."""
     before = template[: template.index(f"{{{shrunk}}}")].format(**fields)
     text = template.format(**fields)
     return Prompt(text, [(len(before), len(before) + len(str(fields[shrunk])))])

@@ -1,8 +1,8 @@
-"""Questions that teach a small model to count, to add and to answer, and small Llamas to train on them: for the probes.
+"""Questions that teach small models to count, to add and to answer, for the probes; and Llamas to train on them.
 
-All tokens have a duration of one unit. The pairs of numbers, the passages and the whole tutorials of the probes are
-left out. Each of their words occurs equally often with every count: a count that is left out would teach the model that
-the word has another one. Of the probes between two words the ends are taught, see `answers`.
+All tokens have a duration of one unit. The probes' pairs of numbers, passages and whole tutorials are left out. Each
+word occurs equally often with every count: without one of them, the model would learn that the word never has it. For
+probes between two words, both ends are taught: see `answers`.
 """
 
 import json
@@ -31,7 +31,6 @@ from .prompts import (
 )
 from .prompts import PASSAGES as PROBED
 
-NUM_QUESTIONS = 100_000
 MOST = 9  # the answer is one digit
 MOST_FILLERS = 9
 NUMBERS = range(1, 100)
@@ -59,7 +58,7 @@ Question = dict[str, str]
 
 
 class Counting:
-    """Words, steps and events to count."""
+    """Asks for the number of words, steps or events."""
 
     def __init__(self, random: Random):
         self.random = random
@@ -68,7 +67,7 @@ class Counting:
         self.tutorials = [_parts(record["sentence"]) for record in load("tutorials")]
 
     def texts(self) -> Iterator[str]:
-        """Texts with every word of prompts and answers, and of the probe of memories."""
+        """Yields texts with every word of prompts and answers, and of the probe of memory."""
         yield from (*PASSKEY_TEXTS, FILLER)
         for record in self.words:
             for template in ("sentence", "listed"):
@@ -108,7 +107,7 @@ class Counting:
 
 
 class Adding:
-    """Sums of numbers of one or two digits."""
+    """Asks for sums of numbers of one or two digits."""
 
     def __init__(self, random: Random):
         self.random = random
@@ -118,7 +117,7 @@ class Adding:
         self.asked = {frozenset(pair) for pair in (*pairs, *PAIRS, *turned)}
 
     def texts(self) -> Iterator[str]:
-        """Texts with every word of prompts and answers."""
+        """Yields texts with every word of prompts and answers."""
         yield SUM
         yield from (record["template"].format(**record["fields"]) for record in self.records)
 
@@ -141,14 +140,12 @@ def _question(prompt: str, answer: int) -> Question:
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
-    """Title and steps of a tutorial."""
+    """Returns the title and the steps of a tutorial."""
     title = text.split("\n")[0].removeprefix("Tutorial: ")
     return title, [text[start:end].removeprefix("- ") for start, end in step_char_spans(text)]
 
 
-def write_questions(
-    folder: Path, seed: int, num_questions: int = NUM_QUESTIONS, width: int = 128, layers: int = 3
-) -> None:
+def write_questions(folder: Path, seed: int, num_questions: int, width: int, layers: int) -> None:
     """Writes FOLDER/KIND.jsonl and FOLDER/KIND_llama for each kind of `KINDS`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, kind in KINDS.items():
@@ -161,7 +158,7 @@ def write_questions(
 
 
 def questions_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """With every word of the texts, and a first token before each text, as the tokenizer of a Llama puts it."""
+    """Returns a tokenizer that knows every word of the texts, and begins each text with a bos token, as a Llama's."""
     tokenizer = word_tokenizer(list(texts))
     first = tokenizer.bos_token
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

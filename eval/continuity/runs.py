@@ -1,4 +1,4 @@
-"""Several runs of one model, such as seeds: models that are named NAME#1, NAME#2 ..., and means with intervals."""
+"""Means and intervals over several runs of one model, such as seeds: models named NAME#1, NAME#2 ..."""
 
 from collections.abc import Collection, Mapping
 from math import inf
@@ -11,10 +11,10 @@ Figures = Mapping[str, float | None]
 
 
 def over_runs(figures: Mapping[str, Figures], above_one: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Returns `values`, `mean`, `low` and `high` over the runs of a model, by its name without the run and by figure.
+    """Returns `values`, `mean`, `low` and `high` over a model's runs, by its name without the run, and by figure.
 
-    Where a run has no value, such as one that does not answer, the mean is None, too: the others' alone would flatter.
-    Models without other runs are left out. Figures lie between 0 and 1, except those named in `above_one`.
+    The mean is None if a run has no value, for instance because it does not answer: the mean of the others would
+    flatter. Models with a single run are left out. Figures lie between 0 and 1, except those in `above_one`.
     """
     names: dict[str, list[str]] = {}
     for name in figures:
@@ -35,7 +35,7 @@ def over_runs(figures: Mapping[str, Figures], above_one: Collection[str] = ()) -
 
 
 def runs_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A line a figure, a column a model."""
+    """Returns a table with a line for each figure and a column for each model."""
     names = list(dict.fromkeys(figure for figures in found.values() for figure in figures))
     rows = [[name, *(written(figures.get(name)) for figures in found.values())] for name in names]
     numbers = [max(len(one["values"]) for one in figures.values()) for figures in found.values()]

@@ -1,4 +1,4 @@
-"""Embeddings between two words (tables 8 to 10, figures 4 and 5), and between two logical operators."""
+"""The probes of embeddings between two words (tables 8 to 10, figures 4 and 5) and between two logical operators."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -36,8 +36,8 @@ PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_ma
 }
 FAR_OUTSIDE = 0.05
 DERIVATIVE = "normalised max. |derivative|"
-FIGURES = {DERIVATIVE: "derivative", "mean m_max": "m_max", "m_max ≥ 0.05": "far_outside"}  # of a summary
-NUM_PAIRS = 50  # as in the paper, whose file has some more
+FIGURES = {DERIVATIVE: "derivative", "mean m_max": "m_max", "m_max ≥ 0.05": "far_outside"}  # by title
+NUM_PAIRS = 50  # as in the paper; its file has a few more
 QUESTIONS = {
     ("apples", "bananas"): ("Are {} red?", "Are {} fruits?"),
     ("cats", "dogs"): ("Are {} animals?", "Do {} meow?"),
@@ -68,9 +68,9 @@ OPERATORS = (("AND", "OR"), ("AND", "XOR"), ("AND", "NAND"), ("OR", "NOR"))
 class Space(Probe):
     kind = "probe_space"
     about = (
-        "A sentence with one word turns into the same sentence with another. m_max: how far the probability of yes or "
-        "of no leaves the range between its two ends (as a distance: the paper's formula prints a plus sign where a "
-        "minus is meant)."
+        "A sentence with one word turns into the same sentence with another word. m_max is how far the probability of "
+        "yes or no leaves the range between its two ends, as a distance: the paper's formula has a plus sign and means "
+        "a minus."
     )
     varied = "interpolation factor"
     data_set = "objects"
@@ -143,7 +143,7 @@ def _figures(derivative: float | None, m_max: float | None, far_outside: float |
 
 class Boolean(Probe):
     kind = "probe_boolean"
-    about = "One logical operator turns into another: the truth values between them."
+    about = "One logical operator turns into another. The truth values between them are measured."
     varied = "interpolation factor"
     templates = ("sentence", "published")
 
@@ -160,7 +160,7 @@ class Boolean(Probe):
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
-        """For each prompt the share of 1 in the probability of 0 and 1: at both ends and half way."""
+        """Returns for each prompt the share of 1 in the probability of 0 and 1, at both ends and half way."""
         found = {}
         for record in valid(records):
             both = list(zip(record["curves"]["1"], record["curves"]["0"], strict=True))

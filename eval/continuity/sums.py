@@ -1,6 +1,6 @@
-"""Sums of two-digit numbers: is a shorter number read as one of fewer digits (tables 6 and 7, figure 3a)?
+"""The probe of sums of two-digit numbers: is a shorter number read as one of fewer digits (tables 6 and 7, figure 3a)?
 
-And the thesis's eight pairs, under all of its five changes.
+It also has the thesis's eight pairs, under all five of its changes.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,9 @@ SMALL_SCALES = tuple(0.05 + 0.95 * step / 99 for step in range(100))
 class Sums(Probe):
     kind = "probe_sums"
     about = (
-        "One of two numbers shrinks. The shrunk labels are the first digits of the sums with one of its digits alone: "
-        "at some duration they are together likelier than the right one (P1), and than any other digit (P2); and no "
-        "other is ever the likeliest (P3)."
+        "One of two numbers shrinks. The shrunk labels are the first digits of the sums with only one of its digits. "
+        "P1: at some duration they are together likelier than the right digit. P2: at some such duration they are also "
+        "likelier than any other digit. P3: P2 holds, and no other digit is ever the likeliest."
     )
     varied = "duration factor"
     data_set = "sums"
@@ -103,7 +103,7 @@ class Sums(Probe):
     @classmethod
     def summary_tables(cls, models: dict[str, dict[str, Any]]) -> list[Table]:
         ours = with_global(models, PROPERTIES)
-        unknown = {"records": 0, "valid": 0}  # earlier versions measured by the rule of the text alone
+        unknown = {"records": 0, "valid": 0}  # earlier versions had no published rule
         published = with_global({name: found.get("published", unknown) for name, found in models.items()}, PROPERTIES)
         rates, rows = [], []
         for name, found in ours.items():
@@ -128,7 +128,7 @@ def _shares(properties: Sequence[dict[str, bool]]) -> dict[str, Any]:
 
 
 def _rate(found: dict[str, Any]) -> tuple[str, str]:
-    """The share of right answers; none of a model that gives no answer."""
+    """Returns the share of right answers as text; dashes for a model that does not answer."""
     if not found["records"] or not answers(found):
         return "-", "-"
     return percent(found["valid"] / found["records"]), f"{found['valid']} of {found['records']}"

@@ -1,4 +1,4 @@
-"""The time that reading shared beginnings once, and running all factors together, saves."""
+"""Measures the time saved by reading shared beginnings once and running all factors together."""
 
 import time
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ NUM_TIMED = 3  # items
 
 
 def speed(reader: Reader, items: Sequence[Item]) -> dict[str, Any]:
-    """Seconds for the first valid items of the set, if there are any: factor by factor, and all factors together."""
+    """Returns the seconds for the first valid items of the data set: factor by factor, and all factors together."""
     seconds, num_timed = {"one_by_one": 0.0, "together": 0.0}, 0
     for item in items:
         if item.group == SET and num_timed < NUM_TIMED and _can_read(reader, item):
@@ -34,7 +34,7 @@ def speed(reader: Reader, items: Sequence[Item]) -> dict[str, Any]:
 
 
 def _can_read(reader: Reader, item: Item) -> bool:
-    """Whether the item is valid on this model. Reads its first and last sentence, which also warms the model up."""
+    """Whether the item is valid on this model. Reads its first and last sentences, which also warms the model up."""
     try:
         watched_classes(reader.tokenizer, item.watched, reader.classes)
         sentences = reader.sentences(item)

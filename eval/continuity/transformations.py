@@ -1,4 +1,4 @@
-"""Whole sentences moved, stretched and sampled more densely (figures 41 to 48; the thesis's figures 3.6 to 3.9)."""
+"""The probes of sentences that are moved, stretched or sampled more densely (figures 41 to 48; thesis, 3.6 to 3.9)."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -24,20 +24,21 @@ SENTENCES = {
 
 
 class _Transformation(Probe):
-    """Distances to the unchanged sentence; `title` and `last` name the table and its column for the last factor."""
+    """Measures distances to the unchanged sentence. `title` names the table, `last` its column for the last factor."""
 
     title: ClassVar[str]
     last: ClassVar[str]
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
-        """Distances to the unchanged sentence, the largest and the last; and how often its likeliest token stays."""
+        """Returns the largest and the last distance to each unchanged sentence, and how often its likeliest token stays
+        the likeliest."""
         found = {
             record["name"]: {
                 "most": max(record["distance"]),
                 "last": None if _ends_early(record) else record["distance"][-1],
                 "same_top": sum(record["same_top"]) / len(record["same_top"]),
-                "top": mean(record.get("top", [])),  # earlier versions don't tell
+                "top": mean(record.get("top", [])),  # missing in earlier versions
             }
             for record in valid(records)
         }
@@ -64,15 +65,16 @@ class _Transformation(Probe):
 
 
 def _ends_early(record: Record) -> bool:
-    """Whether the last factors are left out: see `Reader.record`."""
+    """Whether the last factors are left out, see `Reader.record`."""
     return any(factor > record["factors"][-1] for factor in record.get("left_out", ()))
 
 
 class Translation(_Transformation):
     kind = "probe_translation"
     about = (
-        "All times, the integration start included, are shifted; a folded model sees differences of times alone. Total "
-        "variation: half the summed differences to the next token's probabilities after the unchanged sentence, 0 to 1."
+        "All times are shifted, with the start of integration; a folded model sees only differences of times. Total "
+        "variation is half the summed differences to the next token's probabilities after the unchanged sentence, 0 to "
+        "1."
     )
     varied = "shift [units]"
     title, last = "shifted by 0 to 10 units", "at a shift of 10"
@@ -96,9 +98,9 @@ class Scaling(_Transformation):
 class Density(_Transformation):
     kind = "probe_density"
     about = (
-        "Every token is sampled several times, its duration shared. One attention layer does not notice copies at "
-        "equal positions; through a stack of layers an early copy sees less of itself than a late one. Total variation "
-        "as in translation."
+        "Every token is sampled several times, and the samples share its duration. One attention layer does not notice "
+        "copies at equal positions; in a stack of layers an early copy sees less of itself than a late one. Total "
+        "variation as in translation."
     )
     varied = "samples per token"
     title, last = "1 to 10 samples a token", "at 10 samples"
@@ -109,8 +111,11 @@ class Density(_Transformation):
 
     @classmethod
     def record(cls, reader: Reader, item: Item) -> Record:
-        """For an item with a rule: sentences that run straight from embedding to embedding, with more and more samples,
-        and their total variation to the densest, by trapezoids where the model supports them."""
+        """Returns what `Reader.record` does; for an item with a quadrature rule, total variations to the densest.
+
+        Its sentences run on straight lines between embeddings, with more and more samples. The densest sentence is
+        measured by trapezoids if the model supports them.
+        """
         if "rule" not in item.facts:
             return reader.record(item)
         return checked(item, lambda: _distances_to_the_densest(reader, item))
@@ -136,7 +141,7 @@ class Density(_Transformation):
 def _distances_to_the_densest(reader: Reader, item: Item) -> Record:
     rule = item.facts["rule"]
     if reader.lm.folded and rule == "trapezoid":
-        raise NotValid("a folded model knows rectangles only")
+        raise NotValid("a folded model supports rectangles only")
     straight = reader.lm.embed(reader.sentence(item.text))
     sentences = [straight.densify(int(density), values="linear") for density in item.factors]
     probabilities_FV = reader._replace(lm=reader.lm.with_rule(rule)).probabilities(sentences)
@@ -147,7 +152,8 @@ def _distances_to_the_densest(reader: Reader, item: Item) -> Record:
 
 
 def density_items() -> list[Item]:
-    """Copies in their own parts of the interval of a token, and copies that all have the position of the token."""
+    """Returns items whose copies lie in their own parts of a token's interval, and items whose copies all have the
+    token's position."""
     return [
         Item(f"{name}, {positions} positions", positions, text, "densify", DENSITIES, "tokens", positions=positions)
         for positions in ("spread", "equal")
@@ -156,7 +162,7 @@ def density_items() -> list[Item]:
 
 
 def quadrature_items() -> list[Item]:
-    """Straight lines between embeddings, sampled more and more densely, by each quadrature rule."""
+    """Returns items of straight lines between embeddings, sampled more and more densely, for each quadrature rule."""
     return [
         Item(f"{name}, {rule}s", f"{rule}s", text, "densify", RESAMPLED, "tokens", facts={"rule": rule})
         for rule in RULES

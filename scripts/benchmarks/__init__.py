@@ -1,1 +1,1 @@
-"""Programs that measured or counted the figures of single pages of docs/results, where a README names each command."""
+"""Programs that measured or counted the figures of docs/results. A README there names the command of each."""

@@ -1,7 +1,7 @@
-"""Implementations of attention on this machine in turn, from the shapes that segments have to those of long texts.
+"""Times the implementations of attention on this machine, for shapes from single segments to long texts.
 
-Prints docs/results/attention/attention.txt. A case is a forward pass, of a training step also the backward pass;
-figures are medians after a warm-up. The last table holds the errors of bfloat16 against float64.
+Prints docs/results/attention/attention.txt. A case is a forward pass, and in training also the backward pass; figures
+are medians in turn after a warm-up. The last table holds the errors of bfloat16 against float64.
 
 Axes: B rows, K keys, H query heads, G key/value heads, L segment length, E head dimension.
 """
@@ -20,9 +20,9 @@ from .timing import dtype_name, medians_in_turn
 
 REPEATS = 7
 NAMES = ("sdpa", "blocked", "eager")
-CANDIDATES = NAMES[:2]  # of "auto"; eager keeps the scores of every segment for the backward pass
+CANDIDATES = NAMES[:2]  # "auto" chooses from these: eager keeps every segment's scores for the backward pass
 TOLERANCE = 1.05
-# Rows, query heads, key heads, head width. The rows of a wavefront are its layers: 4 rows are those of 4 layers.
+# Rows, query heads, key heads, head width. The rows of a wavefront are its layers.
 SHAPES = {
     "table 1": (1, 32, 8, 64),
     "table 1, a wave": (4, 32, 8, 64),
@@ -43,7 +43,7 @@ Tensors = list[torch.Tensor]  # queries, keys, values
 
 
 def case_of(shape: str, length: int, mode: str, dtype: torch.dtype) -> tuple[Tensors, AttentionMask]:
-    """The second segment of a text: it sees a memory and itself."""
+    """Returns the tensors and mask of a text's second segment, which sees a memory and itself."""
     rows, heads, key_heads, width = SHAPES[shape]
     positions = SegmentPositions(rows, length)
     *_, chunk = list(positions.chunks([2 * length - (mode == "decoding")] * rows))
@@ -71,7 +71,7 @@ def run(name: str, tensors: Tensors, mask: AttentionMask) -> None:
 
 
 def times(dtype: torch.dtype) -> Table:
-    """Each implementation in each case, and whether "auto" takes the faster one of its candidates."""
+    """Times each implementation in each case, and says whether "auto" takes the faster one of its candidates."""
     columns = ["shape", "segment", "mode", *[f"{name} [ms]" for name in NAMES]]
     columns += ["sdpa / blocked", "auto takes", "auto / better"]
     rows: list[list[Any]] = []
@@ -90,7 +90,7 @@ def times(dtype: torch.dtype) -> Table:
 
 
 def results_of(name: str, tensors: Tensors, mask: AttentionMask) -> Tensors:
-    """Output and gradients."""
+    """Returns the output and the gradients."""
     tensors = [tensor.detach().requires_grad_() for tensor in tensors]
     output_BLHE = attend(name, tensors, mask)
     gradients = torch.autograd.grad(output_BLHE.sum(), tensors)
@@ -98,7 +98,7 @@ def results_of(name: str, tensors: Tensors, mask: AttentionMask) -> Tensors:
 
 
 def errors() -> Table:
-    """Returns the error of bfloat16 against eager attention in float64."""
+    """Returns the errors of bfloat16 against eager attention in float64."""
     rows: list[list[Any]] = []
     for deviation in (1, 8):
         tensors, mask = case_of("table 1", 128, "training", torch.bfloat16)

@@ -1,8 +1,7 @@
-"""Alternatives to one call of attention on a CPU, and the block size of `blocked` attention.
+"""Times alternatives to one call of attention on a CPU, and block sizes of `blocked` attention.
 
-A quarter of the scores of a segment with a memory is hidden by the causal mask; the alternatives save them with SDPA's
-kernel. Prints docs/results/attention/tried.txt: forward and backward in milliseconds, medians of repeats in which the
-variants take turns.
+The causal mask hides a quarter of the scores of a segment with a memory; the alternatives save their computation with
+SDPA's kernel. Prints docs/results/attention/tried.txt: forward and backward in milliseconds, medians in turn.
 
 Axes: B rows, K keys, H heads, L segment length, E head dimension; F queries of a part of a segment, M tokens of the
 memory.
@@ -33,7 +32,7 @@ def lower_right(num_queries: int, num_keys: int) -> torch.Tensor:
 
 
 def in_parts(parts: int, query_BHLE: torch.Tensor, key_BHKE: torch.Tensor, value_BHKE: torch.Tensor) -> torch.Tensor:
-    """Queries in equal parts, each with the keys that its last query sees."""
+    """Attends with equal parts of the queries, each with the keys that its last query sees."""
     num_queries, num_keys = query_BHLE.shape[2], key_BHKE.shape[2]
     width, outputs = num_queries // parts, []
     for begin in range(0, num_queries, width):
@@ -45,7 +44,7 @@ def in_parts(parts: int, query_BHLE: torch.Tensor, key_BHKE: torch.Tensor, value
 
 
 class Joined(torch.autograd.Function):
-    """The memory without a mask and the segment as plain causal attention, joined by their sums of exponentials."""
+    """Attends to the memory without a mask and to the segment causally; joins both by their sums of exponentials."""
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -89,7 +88,7 @@ SIZES: dict[str, Attention] = {f"{size:g} MiB": partial(in_blocks, int(size * MI
 def milliseconds(
     variants: Mapping[str, Attention], tensors: tuple[torch.Tensor, ...], gradient: torch.Tensor
 ) -> list[str]:
-    """Medians of forward and backward of each variant, in turn."""
+    """Returns the median time of each variant's forward and backward pass, in turn."""
 
     def call(variant: Attention) -> None:
         torch.autograd.grad(variant(*tensors), tensors, gradient)

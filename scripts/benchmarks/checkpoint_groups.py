@@ -1,7 +1,7 @@
-"""A training step under gradient checkpointing by the segments of a group, against a stock model's with checkpointing.
+"""Times training steps with gradient checkpointing by groups of segments, beside a stock model's with checkpointing.
 
-Prints docs/results/profile-cpu/checkpoint_groups.txt: the Table I model, medians in turn. A group is computed again at
-once, and waves can run within one. Run it with OMP_NUM_THREADS=2.
+Prints docs/results/profile-cpu/checkpoint_groups.txt: the Table I model, medians in turn. Each group is recomputed at
+once, and waves can run within it. Run it with OMP_NUM_THREADS=2.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def models(shape: dict[str, Any], segment_length: int, dtype: torch.dtype) -> di
 def row(
     built: dict[str, Any], segment_length: int, length: int, groups: Sequence[int], dtype: torch.dtype, repeats: int = 3
 ) -> list[str]:
-    """Seconds of stock and of each group that a text fills; stock over single segments, and over the best group."""
+    """Returns the seconds of stock and of each group that a text fills, and stock over single segments and the best."""
     steps = {kind: training_step(model, random_ids(model, 1, length)) for kind, model in built.items()}
 
     def prepared(kind: str, segments: int) -> None:

@@ -1,8 +1,8 @@
-"""Costs and savings of the fold, counted: operations, bytes, messages and launches, for texts of up to 100 M tokens.
+"""Counts costs and savings of the fold: operations, bytes, messages and launches, for texts of up to 100 M tokens.
 
 Prints docs/results/costs/costs.txt. Nothing is measured on a GPU: launches are the operations that a model on torch's
-meta device dispatches. Rates are those of a data sheet (NVIDIA H200: 989 Tflop/s dense bfloat16, 4.8 TB/s, 141 GB), of
-which matrix products are assumed to reach half.
+meta device dispatches. Rates come from a data sheet (NVIDIA H200: 989 Tflop/s dense bfloat16, 4.8 TB/s, 141 GB);
+matrix products are assumed to reach half of it.
 
 Axes: B rows, R rows of a chunk, N tokens of an input, T tokens of a chunk, D hidden size, H query heads, E head
 dimension; n layers of a stack.
@@ -42,8 +42,8 @@ states travel over 7 borders and back.
 
 
 class Cost:
-    """Operations and bytes of a token, forward. A training step has three times as many operations, four with
-    recomputation."""
+    """Operations and bytes of a token in the forward pass. A training step has three times as many operations, or four
+    times with recomputation."""
 
     def __init__(self, shape: dict[str, Any]):
         self.layers, self.width, self.vocabulary = (
@@ -84,7 +84,7 @@ def print_texts() -> None:
 
 
 def text_row(cost: Cost, tokens: int) -> list[str]:
-    """The cells of `COLUMNS`."""
+    """Returns the cells of `COLUMNS`."""
     segments = -(-tokens // SEGMENT)
     folded = tokens * cost.folded
     full = tokens * (cost.products + cost.full_attention(tokens))
@@ -132,7 +132,7 @@ class LaunchCounter(TorchDispatchMode):
 
 @contextmanager
 def one_launch_each() -> Iterator[None]:
-    """Norms and attention as one operation, as on CUDA; on the meta device they are many."""
+    """Makes norms and attention one operation each, as on CUDA; on the meta device they are many."""
     with (
         patch.object(RMSNorm, "forward", lambda norm, hidden_RTD: hidden_RTD.clone()),
         patch.object(StackedNorm, "normalize", lambda norm, hidden_nRTD, stacked: hidden_nRTD.clone() * stacked.weight),
@@ -151,7 +151,7 @@ def count_launches(model: Any, tokens: int, schedule: str) -> int:
 
 
 def meta_model() -> Any:
-    """The 1.2 B shape without storage, with rotary frequencies that are computed."""
+    """Returns a model of the 1.2 B shape without storage; only its rotary frequencies are computed."""
     shape = LLAMA_1B | {"vocab_size": 1000}
     with torch.device("meta"):
         model: Any = CondenseForCausalLM(CondenseConfig(**shape, segment_length=SEGMENT)).bfloat16().eval()
@@ -175,13 +175,13 @@ def print_launches() -> None:
 
 
 def kept_bytes(config: CondenseConfig, tokens: int) -> int:
-    """Bytes that a forward pass keeps for the backward pass, without the parameters."""
+    """Returns the bytes that a forward pass keeps for the backward pass, without the parameters."""
     model: Any = CondenseForCausalLM(config).train()
     storages: dict[int, torch.Tensor] = {}
     ids_BN = torch.randint(0, config.vocab_size, (1, tokens))
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other tensor takes its address
+        storages[tensor.untyped_storage().data_ptr()] = tensor  # held, so no other tensor gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

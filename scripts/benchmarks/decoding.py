@@ -1,8 +1,8 @@
-"""New tokens on a CPU, one at a time: ordinary, fixed and compiled steps of a folded model, against stock models.
+"""Times new tokens on a CPU, one at a time: ordinary, fixed and compiled steps of a folded model, beside stock models.
 
 Prints docs/results/decoding/decoding.txt. Figures are medians of a token's time in turn, after a warm-up that also
-compiles. The stock model has transformers' growing cache, its static one, and the static one with a compiled forward
-pass. Run it with OMP_NUM_THREADS=1 and 2.
+compiles. The stock model runs with transformers' growing cache, with its static cache, and with that cache and a
+compiled forward pass. Run it with OMP_NUM_THREADS=1 and 2.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from condense.eval.results import Table, hardware
 
 from .timing import medians_in_turn
 
-TOKENS, REPEATS = 480, 60  # of the text before, and new ones
+TOKENS, REPEATS = 480, 60  # tokens before, and new tokens
 VOCABULARY, SEGMENT_LENGTH = 2048, 128
 # Hidden size, layers, heads.
 SHAPES = {
@@ -41,7 +41,7 @@ def models(shape: tuple[int, int, int]) -> tuple[Any, Any]:
 
 
 def stepper(kind: str, stock: Any, folded: Any, batch: int, repeats: int = REPEATS) -> Callable[[], torch.Tensor]:
-    """A function that reads the next token after a text, each time on the same cache."""
+    """Returns a function that reads the next token after a text, each time with the same cache."""
     ids_BN = torch.randint(VOCABULARY, (batch, TOKENS))
     forward: Any = stock
     if kind.startswith("folded"):
@@ -70,7 +70,7 @@ def stepper(kind: str, stock: Any, folded: Any, batch: int, repeats: int = REPEA
 
 
 def line(name: str, batch: int, repeats: int = REPEATS) -> list[str]:
-    """Tokens per second of each kind, and the compiled folded model's over the best stock one's."""
+    """Returns the tokens per second of each kind, and the compiled folded model's over the best stock model's."""
     torch.manual_seed(0)
     stock, folded = models(SHAPES[name])
     steps = {kind: stepper(kind, stock, folded, batch, repeats) for kind in KINDS}

@@ -1,8 +1,8 @@
-"""Where the time of a short text goes: a diagonal of the wavefront against its operations without modules.
+"""Times a short text by a wavefront, and the operations of its diagonals without modules: where does the time go?
 
 Prints docs/results/short_texts/diagonals.txt: the models of `short_texts`, in float32 without gradients. A diagonal
-has all layers, each on a segment of its own; here each segment has a memory and writes one, also the first and last.
-Figures are medians in turn, after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
+has all layers, each on a different segment. Here every segment has a memory and writes one, also the first and the
+last. Figures are medians in turn, after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
 
 Axes: M layers, T tokens of a segment, K keys, D hidden size, I intermediate size, H heads, E head dimension.
 """
@@ -39,7 +39,7 @@ class Diagonal:
         self.mask_TK = torch.zeros(tokens, 2 * tokens).masked_fill(hidden_key_TK, float("-inf"))
 
     def all(self) -> tuple[torch.Tensor, ...]:
-        """A layer's output, and its keys and values for the next segment."""
+        """Returns the layers' outputs, and their keys and values for the next segment."""
         normed_MTD = self._norm(self.hidden_MTD)
         query_MHTE, key_MHTE = (self._rotate(self._heads(normed_MTD @ w)) for w in (self.query_MDD, self.key_MDD))
         key_MHKE = torch.cat([self.memory_MHTE, key_MHTE], dim=2)
@@ -54,7 +54,7 @@ class Diagonal:
         return output_MTD, memory_key_MHTE, self._heads(normed_MTD @ self.value_MDD)
 
     def products(self) -> list[torch.Tensor]:
-        """The products with weights and the attention alone: what no order of operations can spare."""
+        """Returns only the products with weights and the attention, which no order of operations can save."""
         hidden_MTD = self.hidden_MTD
         square = (self.query_MDD, self.key_MDD, self.value_MDD, self.output_MDD, self.key_MDD, self.value_MDD)
         found = [hidden_MTD @ weight for weight in (*square, self.gate_MDI, self.up_MDI)]
@@ -73,7 +73,7 @@ class Diagonal:
 
 
 def line(name: str, repeats: int = REPEATS) -> list[str]:
-    """Milliseconds of a whole text by stock and by a wavefront, and of its parts by other means."""
+    """Returns the milliseconds of a whole text by stock and by a wavefront, and of its parts."""
     shape = SHAPES[name]
     _, layers, _, segment_length = shape
     stock, folded = models(shape)
@@ -89,7 +89,7 @@ def line(name: str, repeats: int = REPEATS) -> list[str]:
     }
     with torch.no_grad():
         seconds = medians_in_turn(calls, repeats)
-    num_segments = TOKENS // segment_length  # as many full diagonals; in a text the first and last are not full
+    num_segments = TOKENS // segment_length  # taken as full diagonals; in a text the first and last are not full
     texts = [seconds["stock"], seconds["wavefront"], seconds["ends"]]
     texts += [num_segments * seconds[each] for each in ("operations", "products", "compiled")]
     return [name, str(num_segments + layers - 1), *(f"{1000 * each:.1f}" for each in texts)]

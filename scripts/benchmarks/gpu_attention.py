@@ -1,11 +1,11 @@
-"""Attention over [memory ; segment] as one call, and as two calls whose softmax is merged: times on a GPU, in bfloat16.
+"""Times attention over [memory ; segment] on a GPU in bfloat16, as one call and as two calls with a merged softmax.
 
     python -m scripts.benchmarks.gpu_attention OUT.json
 
-cuDNN's kernels have no lower-right causal mask, so torch runs its flash kernels for the two as one. Apart they need
-none: all queries see the memory, and the segment is causal. The parts of the output are weighted by their sums of
-exponentials; given the sums of both, the backward pass of each part is that of the whole. Keys and values of the two
-need not be copied together then.
+cuDNN's kernels have no lower-right causal mask, so torch uses its flash kernels for one call. Two calls need no such
+mask: all queries see the memory, and the segment is causal. The two outputs are weighted by their sums of exponentials.
+With the total of these sums, each part's backward pass gives its share of the whole gradient. Keys and values of memory
+and segment need not be copied together.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
@@ -24,7 +24,7 @@ from condense.eval.results import Table, run_metadata
 
 from .gpu_kernels import milliseconds
 
-SEGMENT, HEADS, GROUPS, HEAD = 512, 32, 8, 64  # of the Table I and 1.2 B shapes
+SEGMENT, HEADS, GROUPS, HEAD = 512, 32, 8, 64  # as in the Table I and 1.2 B shapes
 ROWS = (1, 2, 4, 8)  # layers of a diagonal, or texts
 COLUMNS = ["rows", "form", "forward [ms]", "forward and backward [ms]", "error, output", "error, gradients"]
 
@@ -32,8 +32,11 @@ aten = torch.ops.aten
 
 
 class Attention(NamedTuple):
-    """A kernel: `forward(query, key, value, is_causal)` returns the output, the logarithm of the sums of exponentials
-    [R, H, T], and what `backward(gradient, query, key, value, output, logsumexp, is_causal, rest)` needs besides."""
+    """A kernel.
+
+    `forward(query, key, value, is_causal)` returns the output, the logarithm of the sums of exponentials [R, H, T], and
+    `rest`, further arguments of `backward(gradient, query, key, value, output, logsumexp, is_causal, rest)`.
+    """
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor, Any]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -106,14 +109,14 @@ class TwoParts(torch.autograd.Function):
 
 
 def one_call(query, memory_key, memory_value, key, value):
-    """As `condense` attends: memory and segment are copied together."""
+    """Attends as `condense` does: memory and segment are copied together."""
     keys, values = torch.cat([memory_key, key], dim=2), torch.cat([memory_value, value], dim=2)
     mask: Any = causal_lower_right(query.shape[2], keys.shape[2])
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 def exact(query, memory_key, memory_value, key, value):
-    """In float64, by the definition."""
+    """Attends by the definition, for tensors in float64."""
     keys, values = torch.cat([memory_key, key], dim=2), torch.cat([memory_value, value], dim=2)
     keys, values = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (keys, values))
     visible_TK = torch.ones(query.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
@@ -129,7 +132,7 @@ def forms_on(device: str) -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def inputs_of(rows: int, segment: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Query, keys and values of the memory, and those of the segment; as views of [R, T, H, E], as projections are."""
+    """Returns the query, and keys and values of memory and segment: views of [R, T, H, E], as from projections."""
     torch.manual_seed(0)
     heads = [HEADS, GROUPS, GROUPS, GROUPS, GROUPS]
     made = [torch.randn(rows, segment, count, HEAD, device=device, dtype=dtype) for count in heads]
@@ -151,7 +154,7 @@ def errors(form: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> tup
 
 
 def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph, as in a captured group of segments: the host's time does not count."""
+    """Captures a call as a CUDA graph, as in a captured group of segments, so the host's time does not count."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -171,7 +174,7 @@ def measured(rows: int) -> list[dict[str, Any]]:
             line["forward_ms"] = milliseconds(captured(lambda form=form: form(*inputs)))
             both = lambda form=form, factor=factor: torch.autograd.grad(form(*inputs), inputs, factor)  # noqa: E731
             line["both_ms"] = milliseconds(captured(both))
-        except RuntimeError as error:  # a kernel that refuses these tensors
+        except RuntimeError as error:  # the kernel refuses these tensors
             line["refused"] = str(error).splitlines()[0]
         found.append(line)
     return found

@@ -1,9 +1,9 @@
-"""The fused kernels beside their plain forms and Liger's: times on a GPU, in bfloat16.
+"""Times the fused kernels beside their plain forms and Liger's kernels, on a GPU in bfloat16.
 
     pip install liger-kernel
     python -m scripts.benchmarks.gpu_kernels
 
-Medians of CUDA events. A small operation takes as long as its launch by the host does.
+Figures are medians of CUDA events. A small operation takes as long as the host needs to launch it.
 """
 
 import statistics
@@ -52,7 +52,7 @@ def row(operation: str, form: str, function: Function, inputs: Sequence[torch.Te
 
 
 def losses() -> list[list[str]]:
-    """The losses with their gradient, which replaces the logits."""
+    """Times the losses with their gradient, which replaces the logits."""
     logits_nV, target_n = random(TOKENS, VOCABULARY), torch.randint(VOCABULARY, (TOKENS,), device="cuda")
     forms: dict[str, Callable[[], object]] = {
         "kernel": lambda: cross_entropy_and_gradient(logits_nV, target_n),
@@ -82,7 +82,7 @@ def products() -> list[list[str]]:
 
 
 def norms() -> list[list[str]]:
-    """With a weight for each layer of a wave; Liger's norm has one."""
+    """Times norms with a weight for each layer of a wave, and with a single weight, as in Liger's norm."""
     hidden_xD, residual_xD = (random(LAYERS * SEGMENT, WIDTH) for _ in range(2))
     weight_mD, weight_D = random(LAYERS, WIDTH), random(WIDTH)
     stacked, single = f"norm of {LAYERS} x {SEGMENT} x {WIDTH:,}", f"norm of {LAYERS * SEGMENT:,} x {WIDTH:,}"

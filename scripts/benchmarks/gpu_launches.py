@@ -1,4 +1,4 @@
-"""The time of a launch in the measured prefills of the 1.2 B shape, whose launches are counted.
+"""Computes the time of a launch in measured prefills of the 1.2 B shape, whose launches are counted.
 
 Prints docs/results/gpu/launches.txt from gpu.json beside it and from docs/results/costs/costs.txt.
 """

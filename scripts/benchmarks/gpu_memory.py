@@ -1,6 +1,6 @@
-"""The estimate of `condense train --dry-run` beside the memory that a GPU used.
+"""Compares the estimate of `condense train --dry-run` with the memory that a GPU used.
 
-Prints docs/results/gpu/memory.txt from the training steps in the files beside it: forward and backward pass in
+Prints docs/results/gpu/memory.txt from the training steps in the files beside it: forward and backward passes in
 bfloat16, without an optimizer.
 """
 
@@ -23,7 +23,7 @@ COLUMNS = ["shape", "tokens", "model", "estimated [MiB]", "of it logits", "measu
 
 
 def recipe_of(point: dict[str, Any]) -> Recipe:
-    """The recipe of a step on one text of the point's length."""
+    """Returns the recipe of a step on one text of the point's length."""
     folded = point["kind"] == "folded"
     segments = {"segment_length": point["segment_length"], "checkpoint_segments": point["checkpoint_segments"]}
     return Recipe.model_validate(
@@ -44,7 +44,7 @@ def is_large(point: dict[str, Any]) -> bool:
 
 
 def estimated_bytes(point: dict[str, Any]) -> tuple[int, int]:
-    """Weights, and what a pass adds to them, its gradients included; nothing of the optimizer. And the logits in it."""
+    """Returns the estimated bytes of a pass, with weights and gradients and without an optimizer; and of its logits."""
     config = CondenseConfig(
         **REAL.large if is_large(point) else REAL.table_1, segment_length=point["segment_length"] or point["length"]
     )
@@ -54,7 +54,7 @@ def estimated_bytes(point: dict[str, Any]) -> tuple[int, int]:
 
 
 def training_steps() -> Iterator[dict[str, Any]]:
-    """Yields the stock model's steps that fitted. Folded models compute their loss in another way since."""
+    """Yields the stock model's steps that fitted into memory. Folded models now compute their loss in another way."""
     points = [point for file in FILES for point in json.loads((MEASURED / file).read_text())["points"]]
     for point in points:
         if point["kind"] != "stock":

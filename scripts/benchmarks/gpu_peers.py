@@ -1,11 +1,11 @@
-"""Training steps of a stock Llama with Liger's kernels, plain and compiled, beside the stock and the folded model.
+"""Times training steps of a stock Llama with Liger's kernels, plain and compiled, beside the stock and folded models.
 
     pip install liger-kernel
     python -m scripts.benchmarks.gpu_peers OUTPUT.json
 
-Forward and backward pass of one text in bfloat16, `IN_A_ROW` steps for each repeat, as in `scripts/gpu_bench --only
-steps`. Liger's fused loss takes few tokens at a time where the vocabulary is much larger than the hidden size, so it is
-also left out (`liger without its loss`).
+A step is a forward and backward pass of one text in bfloat16, with `IN_A_ROW` steps for each repeat, as in
+`scripts/gpu_bench --only steps`. Liger's fused loss takes few tokens at a time if the vocabulary is much larger than
+the hidden size, so one contender runs without it (`liger without its loss`).
 """
 
 import json
@@ -34,14 +34,14 @@ from .gpu.steps import IN_A_ROW
 
 SHAPES = {"Table I, 4,096": (REAL.table_1, 4096), "1.2 B, 8,192": (LARGE, 8192)}
 KINDS = ("stock", "liger", "liger, compiled", "liger without its loss", "folded")
-PATCHED = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")  # of transformers' module
+PATCHED = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")  # what Liger replaces in transformers' module
 WARM_UPS, REPEATS = 4, 5
 COLUMNS = ["training step", "model", "median [ms]", "lowest to highest [ms]", "time / stock's time"]
 
 
 @contextmanager
 def liger_kernels(model: Any, fused_loss: bool) -> Iterator[None]:
-    """Gives a model Liger's kernels; what it changes for all models of transformers is taken back at the end."""
+    """Gives a model Liger's kernels; restores what Liger changes for all of transformers' models at the end."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     before = {name: getattr(modeling_llama, name) for name in PATCHED}

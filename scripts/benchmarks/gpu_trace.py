@@ -1,10 +1,10 @@
-"""A GPU's work in a call: the time that kernels run, their number, and the time of the call without a trace.
+"""Traces a GPU's work in a call: the time that kernels run, their number, and the time of the call without a trace.
 
     python -m scripts.benchmarks.gpu_trace > docs/results/gpu/trace.txt
 
-Training steps by default and by waves without graphs beside stock's, and new tokens of the 1.2 B shape, of the stock
-model with and without cuDNN's attention. A kernel is also a copy or a fill; those of several streams that overlap are
-counted once in the busy time.
+Calls are training steps, by default and by waves without graphs, beside the stock model's; and new tokens of the 1.2 B
+shape, for the stock model with and without cuDNN's attention. Copies and fills count as kernels. Kernels of several
+streams that overlap count once in the busy time.
 """
 
 import statistics
@@ -29,7 +29,7 @@ from .gpu.parts import CHECKPOINT_SEGMENTS
 from .gpu.sizes import REAL
 
 SEGMENT, REPEATS, LARGEST, NEW_TOKENS = 512, 7, 8, 60
-WARM_UPS = 3  # a shape is captured at its second use
+WARM_UPS = 3  # a shape is captured the second time it is used
 COLUMNS = ["call", "time [ms]", "device busy [ms]", "busy", "kernels", "a kernel [us]", "time a kernel [us]"]
 FOLDED = ModelVariant(kind="folded", segment_length=SEGMENT)
 VARIANTS = {
@@ -48,7 +48,7 @@ STEPS = (  # name, shape, texts, tokens of each
     ("1.2 B", REAL.large, 1, 8192),
     ("1.2 B", REAL.large, 8, 4096),
 )
-CONCATENATION = "CatArray"  # in the names of torch's kernels
+CONCATENATION = "CatArray"  # part of the names of torch's kernels
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Kernel:
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
-    """The time in which at least one of the kernels runs."""
+    """Returns the time in which at least one of the kernels runs."""
     total, reached = 0.0, -float("inf")
     for kernel in sorted(kernels, key=lambda one: one.start):
         total += max(0.0, kernel.end - max(kernel.start, reached))
@@ -89,7 +89,7 @@ def row(name: str, seconds: float, kernels: Sequence[Kernel]) -> list[str]:
 
 
 def largest(kernels: Sequence[Kernel]) -> str:
-    """The kernels that take most of the time, with their number and their share of the sum."""
+    """Formats the kernels that take most of the time, with their number and their share of the sum."""
     times: dict[str, float] = defaultdict(float)
     counts = Counter[str]()
     for kernel in kernels:
@@ -103,7 +103,7 @@ def largest(kernels: Sequence[Kernel]) -> str:
 
 
 def concatenated(kernels: Sequence[Kernel]) -> float:
-    """The share of the kernels' time in which tensors are copied side by side."""
+    """Returns the share of the kernels' time that concatenates tensors."""
     times = [(kernel.end - kernel.start, CONCATENATION in kernel.name) for kernel in kernels]
     return sum(time for time, copies in times if copies) / sum(time for time, _ in times)
 
@@ -143,7 +143,7 @@ def _steps() -> None:
 
 
 def _tokens() -> None:
-    """The folded model leaves cuDNN's kernel out by itself; one token takes part that no call has prepared."""
+    """Traces new tokens. The folded model avoids cuDNN's kernel by itself. The first token has had no warm-up."""
     rows, lines = [], []
     for name in ("folded", "stock without cuDNN", "stock"):
         kind, *without = name.split(" without ")

@@ -1,4 +1,4 @@
-"""Errors of gradients in bfloat16, whose sums over segments are autograd's or float32 (condense.shared_weights).
+"""Measures errors of gradients in bfloat16, summed over segments by autograd or in float32 (condense.shared_weights).
 
     python -m scripts.benchmarks.gradient_sums --model stories260K --data input.txt
 
@@ -27,14 +27,14 @@ ORDERS = {
 
 
 def gradients(model: CondenseForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """All weights' gradients of a text [1, N], in float64."""
+    """Returns the gradients of all weights for a text [1, N], in float64."""
     model.train().zero_grad()
     model(ids, labels=ids).loss.backward()
     return torch.cat([weight.grad.double().flatten() for weight in model.parameters() if weight.grad is not None])
 
 
 def errors(model: str, ids: torch.Tensor, options: dict) -> list[float]:
-    """The error of autograd's sums, and of sums in float32."""
+    """Returns the error of autograd's sums, and of sums in float32."""
     options_of_all = {"segment_length": SEGMENT_LENGTH, "attn_implementation": "sdpa"}
     rounded = CondenseForCausalLM.from_pretrained(model, dtype=torch.bfloat16, **options_of_all)
     exact = CondenseForCausalLM.from_pretrained(model, dtype=torch.float64, **options_of_all)

@@ -1,4 +1,4 @@
-"""The operations that take most of a folded training step: the Table I shape, 8,192 token types, 4,096 tokens.
+"""Finds the operations that take most of a folded training step: Table I shape, vocabulary of 8,192, 4,096 tokens.
 
 Prints docs/results/profile-cpu/shares.txt.
 """

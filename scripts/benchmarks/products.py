@@ -1,7 +1,7 @@
-"""Products of linear maps in float32: torch's own (MKL) and those of condense.linear (oneDNN), in turn.
+"""Times products of linear maps in float32 in turn: torch's own (MKL) and condense.linear's (oneDNN).
 
-Prints docs/results/products/products.txt. A case is a forward pass, or with gradients of input and weight; figures are
-medians after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
+Prints docs/results/products/products.txt. A case is a forward pass, with or without the gradients of input and weight;
+figures are medians after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
 """
 
 import math
@@ -35,7 +35,7 @@ def run(product: Product, tensors: tuple[torch.Tensor, ...], training: bool) -> 
 
 
 def times(shape: tuple[int, int, int], repeats: int = REPEATS) -> list[str]:
-    """A line of the table."""
+    """Returns a line of the table."""
     tokens, inputs, outputs = shape
     tensors = (
         torch.randn(tokens, inputs, requires_grad=True),

@@ -1,9 +1,9 @@
-"""How far two trainings drift apart that differ only in the schedule: their logged losses and gradient norms.
+"""Compares the logged losses and gradient norms of two trainings that differ only in the schedule.
 
     python -m scripts.benchmarks.schedule_drift FILE graph=RUN/log.jsonl sequential=RUN/log.jsonl
     python -m scripts.benchmarks.schedule_drift docs/results/gpu/h100/zero2.json
 
-The first form stores the logs as FILE, and both print the differences of the logs that FILE holds.
+The first form stores the logs in FILE. Both print the differences between the logs in FILE.
 """
 
 import json
@@ -24,7 +24,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def table(logs: Logs) -> Table:
-    """Raises `ValueError` if the runs logged different steps."""
+    """Returns the differences. Raises `ValueError` if the runs logged different steps."""
     first, second = logs.values()
     if [line["step"] for line in first] != [line["step"] for line in second]:
         raise ValueError(f"{' and '.join(logs)} logged different steps: compare runs with the same log_every.")

@@ -1,4 +1,4 @@
-"""The measured points under the present rule of `auto`: sequential / wavefront, and the points where the rule is wrong.
+"""Applies the present rule of `auto` to measured points: sequential / wavefront, and where the rule is wrong.
 
 Prints docs/results/schedules/rule.txt from the measurements beside it.
 """
@@ -15,13 +15,13 @@ from condense.execution.selection import faster_as_wave
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "schedules"  # of a checkout
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-UNSTEADY = 1.3  # a schedule's slowest repeat over its fastest, from which on a point is marked
+UNSTEADY = 1.3  # a schedule's slowest repeat over its fastest: points from here on are marked
 COLUMNS = ["shape", "mode", "segment", "batch", "tokens", "launches saved", "band [MiB]", "sequential / wavefront"]
 COLUMNS += ["auto takes", "its time / the better one's"]
 
 
 def row_of(name: str, shape: dict[str, Any], point: dict[str, Any]) -> tuple[list[Any], float]:
-    """The row of a point, and the time of the rule's choice over that of the better schedule."""
+    """Returns the row of a point, and the time of the rule's choice over the better schedule's."""
     segment, batch, item_bytes = point["segment_length"], point["batch"], ITEM_BYTES[point["dtype"]]
     config = CondenseConfig(**shape, segment_length=segment)
     num_layers, num_segments = config.num_hidden_layers, point["length"] // segment

@@ -1,9 +1,9 @@
-"""The cost of each share of a layer's output in its memory, and how far it carries: one point a share.
+"""Compares the cost of each share of a layer's output in its memory with how far the memory carries facts.
 
     python -m scripts.benchmarks.share_frontier
 
-Prints a table and draws docs/results/healing/shares/frontier.png: what distillation wins back of the cost of folding,
-from the records beside it, against the facts found at 64 times the trained length, from
+Prints two tables and draws docs/results/healing/shares/frontier.png, a point for each share: how much of the cost of
+folding distillation wins back, from the records beside it, against the facts found at 64 times the trained length, from
 docs/results/memory/facts/one-stage.csv.
 """
 
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"  # of a check
 SHARES = RESULTS / "healing" / "shares"
 FACTS = RESULTS / "memory" / "facts" / "one-stage.csv"
 LENGTH = 65_536  # tokens, 64 times the longest text in training
-# By share: its name, and the run of the facts with the same one. Both controls and the fold are of seed 2.
+# By share: its name, and the run on facts with the same share. All runs have seed 2.
 MEMORIES = {
     "1": ("the fold, share 1", "seed-2"),
     "0.5": ("share 0.5", "seed-2-share-0.5"),
@@ -33,11 +33,11 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-SEGMENT_LENGTH = 64  # of the frontier; the table of segment lengths has all
+SEGMENT_LENGTH = 64  # of the frontier; the second table has all lengths
 
 
 def records() -> tuple[float, dict[tuple[str, int], list[dict[str, Any]]]]:
-    """Returns the stock model's loss, and the records of each share and segment length, one a seed."""
+    """Returns the stock model's loss, and the records of each share and segment length, one for each seed."""
     lines = [json.loads(line) for line in (SHARES / "healing.records.jsonl").read_text().splitlines()]
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     stock = 0.0
@@ -56,7 +56,7 @@ def facts() -> dict[tuple[str, int], dict[str, str]]:
 
 
 def frontier() -> tuple[Table, list[tuple[str, float, float]]]:
-    """The table, and the points: name, % won back after training, % of facts at `LENGTH`."""
+    """Returns the table, and the points: name, % won back after training, % of facts at `LENGTH`."""
     (stock, found), asked, rows, points = records(), facts(), [], []
     by_share = {share: found[share, SEGMENT_LENGTH] for share in MEMORIES}
     fold = by_share["1"][0]["curve"][0]["loss"] - stock
@@ -82,7 +82,7 @@ def frontier() -> tuple[Table, list[tuple[str, float, float]]]:
 
 
 def segment_lengths() -> Table:
-    """The cost of each share by segment length, in percent of the fold's cost: before training, and left after it."""
+    """Returns the cost of each share by segment length, before and after training, and its percentage won back."""
     stock, found = records()
     rows = []
     for length in sorted({length for _, length in found}):

@@ -1,4 +1,4 @@
-"""Small models in float32 reading one short text, against stock, and a padded batch, against its tokens alone.
+"""Times small models in float32: one short text, beside the stock model, and a padded batch, beside its real tokens.
 
 Prints docs/results/short_texts/short_texts.txt. Figures are medians in turn, after a warm-up. Run it with
 OMP_NUM_THREADS=1 and 2.
@@ -26,7 +26,7 @@ ROW_LENGTHS = [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096]
 
 
 def models(shape: tuple[int, int, int, int]) -> tuple[Any, Any]:
-    """A stock model and the same one folded."""
+    """Returns a stock model and the same model folded."""
     hidden_size, layers, heads, segment_length = shape
     torch.manual_seed(0)
     fields = {
@@ -48,13 +48,13 @@ def read(model: Any, schedule: str | None, ids_BN: torch.Tensor, **options: Any)
 
 @torch.no_grad()
 def hidden(model: Any, ids_BN: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The last hidden states, without the head: a packed row can't name the tokens that logits are wanted of."""
+    """Returns the last hidden states. The head is left out, because a packed row can't say which logits to keep."""
     model.config.schedule = "auto"
     return model.model(ids_BN, use_cache=False, **options).last_hidden_state
 
 
 def one_text(shape: str, tokens: int = TOKENS, repeats: int = REPEATS) -> list[str]:
-    """A line of the first table."""
+    """Returns a line of the first table."""
     stock, folded = models(SHAPES[shape])
     ids_BN = torch.randint(VOCABULARY, (1, tokens))
     calls: dict[str, Callable[[], object]] = {"stock": partial(read, stock, None, ids_BN)}
@@ -66,8 +66,8 @@ def one_text(shape: str, tokens: int = TOKENS, repeats: int = REPEATS) -> list[s
 
 
 def padded(shape: str, lengths: list[int], repeats: int = REPEATS) -> list[str]:
-    """A line of the second table: rows of unequal length with padding, as many tokens in rows of one length, the same
-    texts row by row, and packed in one row."""
+    """Returns a line of the second table: rows of unequal length with padding, as many tokens in rows of equal length,
+    the same texts row by row, and packed in one row."""
     _, folded = models(SHAPES[shape])
     ids_BN = torch.randint(VOCABULARY, (len(lengths), max(lengths)))
     mask_BN = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()

@@ -1,4 +1,4 @@
-"""Medians of calls, for studies of single operations on a CPU."""
+"""Times calls, for studies of single operations on a CPU."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from condense.eval.benchmark.timing import seconds_of
 
 
 def medians_in_turn(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each call after a warm-up. The calls take turns in every repeat."""
+    """Returns the median seconds of each call after a warm-up. The calls take turns in every repeat."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(1 + repeats):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""The least time of a training step of the Table I model on this machine: multiplications and attention, timed alone.
+"""Estimates the least time of a training step of the Table I model on this machine, from products and attention only.
 
 Prints docs/results/profile-cpu/floor.txt.
 
@@ -25,7 +25,7 @@ SHAPE = table_1()
 WIDTH, INTERMEDIATE, LAYERS = SHAPE["hidden_size"], SHAPE["intermediate_size"], SHAPE["num_hidden_layers"]
 HEADS, KEY_HEADS, HEAD_WIDTH = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["head_dim"]
 LAYER_WEIGHTS = LAYERS * WIDTH * (2 * HEADS * HEAD_WIDTH + 2 * KEY_HEADS * HEAD_WIDTH + 3 * INTERMEDIATE)
-MEMORY_WEIGHTS = LAYERS * WIDTH * 2 * KEY_HEADS * HEAD_WIDTH  # the keys and values of memories are projected once more
+MEMORY_WEIGHTS = LAYERS * WIDTH * 2 * KEY_HEADS * HEAD_WIDTH  # memories' keys and values are one more projection
 
 
 class Seconds(NamedTuple):
@@ -34,7 +34,10 @@ class Seconds(NamedTuple):
 
 
 def product_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 9) -> Seconds:
-    """Seconds of a product of `tokens` rows, an operation (a weight and row have two). Backward: both gradients."""
+    """Returns the seconds per operation of a product of `tokens` rows, and of both its gradients (`backward`).
+
+    A product has two operations for each weight and row.
+    """
     linear = (Linear if kind == "folded" else nn.Linear)(WIDTH, INTERMEDIATE, bias=False, dtype=dtype)
     x_ND = torch.randn(tokens, WIDTH, dtype=dtype, requires_grad=True)
     output_NI = linear(x_ND)
@@ -45,7 +48,7 @@ def product_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 9
 
 
 def attention_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 3) -> Seconds:
-    """Seconds of `tokens` tokens in one layer: a whole text, or in a folded model a segment after another one."""
+    """Returns the seconds of `tokens` tokens in one layer: a whole text, or a folded model's segment after another."""
     keys = tokens if kind == "stock" else 2 * tokens
     query_BHNE = torch.randn(1, HEADS, tokens, HEAD_WIDTH, dtype=dtype, requires_grad=True)
     key_BGKE, value_BGKE = (
@@ -66,7 +69,8 @@ def attention_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int =
 
 
 def step_seconds(kind: str, length: int, dtype: torch.dtype) -> tuple[Seconds, Seconds, float]:
-    """Products and attention of a training step, and what gradient checkpointing adds: the layers' forward pass.
+    """Returns the seconds of products and attention in a training step, and of the layers' forward pass, which gradient
+    checkpointing adds.
 
     The first segment has no memory, and the last one writes none.
     """
@@ -84,7 +88,7 @@ def step_seconds(kind: str, length: int, dtype: torch.dtype) -> tuple[Seconds, S
 
 
 def row(length: int, dtype: torch.dtype) -> list[str]:
-    """Seconds of both models, and the ratios without checkpointing and with it."""
+    """Returns the seconds of both models, and the ratios without and with checkpointing."""
     figures, totals = [], {}
     for kind in ("folded", "stock"):
         products, attention, again = step_seconds(kind, length, dtype)

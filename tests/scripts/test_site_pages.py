@@ -1,4 +1,4 @@
-"""The pages of the site that are written from the code."""
+"""Pages of the site that are written from the code."""
 
 import dataclasses
 import re

@@ -1,7 +1,7 @@
 """The ratios to reach on an H200, and the ratios of the measured points.
 
-A bar's ratio divides the figure of one point by that of another, each the best of its kind: the stock model with its
-best attention, the folded model with its best segment length and schedule. Both have the same gradient checkpointing.
+A ratio compares two points, each the best of its kind: the stock model with its best attention, and the folded model
+with its best segment length and schedule. Both have the same gradient checkpointing.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ Condition = Callable[[dict[str, Any]], bool]
 
 @dataclass(frozen=True)
 class Bar:
-    """The ratio of the best `figure` of the points of a row that meet `above` to that of those that meet `below`."""
+    """A ratio to reach: among the points of a row, the best `figure` that meets `above` over the best that meets
+    `below`."""
 
     name: str
     bar: float
@@ -68,7 +69,7 @@ def bars(sizes: Sizes) -> list[Bar]:
 
 
 def judge(sizes: Sizes, points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each bar with the measured ratio; None where one of its two points is missing or did not fit into memory."""
+    """Returns each bar with the measured ratio; None if a point is missing or did not fit into memory."""
     return [_judge(bar, [point for point in points if point["row"] == bar.row]) for bar in bars(sizes)]
 
 
@@ -91,7 +92,7 @@ def _judge(bar: Bar, points: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_limits(names: str, met: str, ours: dict[str, Any], stock: dict[str, Any]) -> tuple[str, str]:
-    """Where the time was over before the memory was full, the longest text that fitted is a lower bound."""
+    """Qualifies a ratio of lengths: if the time was over before the memory was full, a length is a lower bound."""
     if stock["failed"] is None:
         return f"{names}; the stock model's limit was not reached", "unknown"
     if ours["failed"] is None:

@@ -1,4 +1,4 @@
-"""The command: parts in their order, each within the time that is left, and files that are written after each."""
+"""The command `scripts/gpu_bench`: runs parts in order within the time that is left, and writes files after each."""
 
 import argparse
 import gc
@@ -39,7 +39,8 @@ OUTPUT, SMOKE_OUTPUT = ROOT / "runs" / "gpu_bench", ROOT / "runs" / "gpu_bench_s
 
 @dataclass(frozen=True)
 class Part:
-    """A part starts if `needs` seconds are left. The parts after one that `decides` run only if it holds."""
+    """A part of the benchmark. It starts if `needs` seconds are left. If it `decides`, later parts run only if it
+    passes."""
 
     run: Callable[[Session], None]
     description: str
@@ -48,9 +49,9 @@ class Part:
 
 
 def _tests(session: Session) -> None:
-    """The tests of the model; those of CUDA run where there is a device."""
+    """Runs the tests of the model; the tests of CUDA run if there is a device."""
     command = [sys.executable, "-m", "pytest", "-v", "tests/condense"]
-    log_file = session.folder / "tests.txt"  # names and outcomes as they come, should the time end
+    log_file = session.folder / "tests.txt"  # written as the tests run, in case the time ends
     with log_file.open("w", encoding="utf-8") as file:
         try:
             code = subprocess.run(command, cwd=ROOT, stdout=file, timeout=session.seconds_left()).returncode
@@ -61,7 +62,7 @@ def _tests(session: Session) -> None:
 
 PARTS = {
     "correctness": Part(correctness, "every attention and schedule against float64", 40, decides=True),
-    "tests": Part(_tests, "pytest tests/condense, with --tests alone", 60, decides=True),
+    "tests": Part(_tests, "pytest tests/condense, only with --tests", 60, decides=True),
     "kernels": Part(kernels, "FlashAttention's kernel, and waits of the host by segments", 15),
     "loss": Part(losses, "the loss beside torch's fused linear_cross_entropy", 10),
     "captured_groups": Part(captured_groups, "groups of segments by replayed graphs against float64", 20),
@@ -79,7 +80,7 @@ PARTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 if all parts that ran hold, 1 if one failed, 2 for a request that cannot be met here."""
+    """Returns the exit code: 0 if all parts that ran passed, 1 if one failed, 2 if the request can't be met here."""
     started = time.monotonic()
     options = _options(arguments)
     if options.list:
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not (options.smoke or torch.cuda.is_available()):
         print("There is no CUDA device: --smoke runs the same code at tiny sizes without one.", file=sys.stderr)
         return 2
-    gc.freeze()  # `free_memory` then searches the objects of the run, and not those of the imports
+    gc.freeze()  # so `free_memory` does not search the objects of the imports
     names = options.only or [name for name in PARTS if name != "tests" or options.tests]
     output = options.output or (SMOKE_OUTPUT if options.smoke else OUTPUT)
     output.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         prog="scripts/gpu_bench", description="Checks and measures folded models beside stock Llamas on this GPU."
     )
     parser.add_argument(
-        "--minutes", type=float, default=8, help="parts for which no time is left are skipped (default: 8)"
+        "--minutes", type=float, default=8, help="time for all parts; the parts that don't fit are skipped (default: 8)"
     )
     parser.add_argument("--only", type=parts, metavar="PART,PART", help="run only these parts")
     parser.add_argument("--list", action="store_true", help="list the parts and exit")
@@ -133,7 +134,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _judge_again(folder: Path) -> int:
-    """Writes and prints the tables of stored results, and draws their schedules. 2 where there are no results."""
+    """Writes and prints the tables of stored results, and draws their schedules. Returns 2 if there are no results."""
     try:
         results = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -146,7 +147,7 @@ def _judge_again(folder: Path) -> int:
 
 
 def _run_part(session: Session, name: str, before: dict[str, Any]) -> dict[str, Any]:
-    """Runs a part if there is time. Returns its status, with the reason where it is not done."""
+    """Runs a part if there is time. Returns its status, and the reason if it is not done."""
     part = PARTS[name]
     broken = [other for other, outcome in before.items() if PARTS[other].decides and outcome["status"] != "done"]
     if broken:
@@ -162,7 +163,7 @@ def _run_part(session: Session, name: str, before: dict[str, Any]) -> dict[str, 
         part.run(session)
     except OutOfTimeError as error:
         status, reason = "cut short", str(error)
-    except Exception as error:  # the points measured before are kept, and the next part may run
+    except Exception as error:  # earlier points are kept, and the next part may run
         traceback.print_exc()
         status, reason = "error", f"{type(error).__name__}: {error}"
     checks = [check for check in session.checks if check["part"] == name]
@@ -212,7 +213,7 @@ def _driver() -> str | None:
 
 
 def _write(output: Path, sizes: Sizes, results: dict[str, Any]) -> str:
-    """Judges the points; writes gpu.json, gpu.csv and gpu.txt, each whole or not at all; returns the text."""
+    """Judges the points, writes gpu.json, gpu.csv and gpu.txt, each completely or not at all, and returns the text."""
     points = results["points"]
     results |= {"bars": judge(sizes, points)}
     made = [f"{results['hardware']}, {results['dtype']}; memory: {results['memory_is']}"]

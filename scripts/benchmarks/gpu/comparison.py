@@ -1,4 +1,4 @@
-"""Variants of models side by side: time and peak memory, measured in turn."""
+"""Measures time and peak memory of variants of models in turn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ class Entry:
     state_bytes: int | None = None
 
     def point(self) -> dict[str, Any]:
-        """The fields of the result that are known before the measurement."""
+        """Returns the fields of the result that are known before the measurement."""
         first = {"row": self.row, "mode": self.case.mode, "length": self.case.length, "batch": self.case.batch}
         held = {} if self.state_bytes is None else {"state_bytes": self.state_bytes}
         return first | held | asdict(self.case)
@@ -44,8 +44,8 @@ def compare_variants(
 ) -> None:
     """Compares variants on a text of random tokens, and adds a point for each under the name `row`.
 
-    A repeat makes `in_a_row` calls, as a loop of training does: while the device is busy with a call, the host prepares
-    the next one. `seconds` are those of one call.
+    A repeat makes `in_a_row` calls, like a training loop: while the device is busy with a call, the host prepares the
+    next one. `seconds` is the time of one call.
     """
     entries = []
     for variant in variants:
@@ -59,10 +59,11 @@ def compare_variants(
 def compare(session: Session, entries: Sequence[Entry], repeats: int, warm_ups: int = 1, in_a_row: int = 1) -> None:
     """Measures the entries in turn and adds their points.
 
-    `first_seconds` is the time of the first repeat, in which kernels are loaded and a graph is captured unless a call
-    before did so; `seconds` is the median of the repeats. `peak_bytes` is the peak during them, on CUDA without what
-    other entries hold, and absent for graphs; `before_bytes` is the model alone. An entry that does not fit into memory
-    has `out_of_memory`.
+    - `first_seconds`: the time of the first repeat, which may load kernels and capture a graph.
+    - `seconds`: the median of the repeats.
+    - `peak_bytes`: the peak during the repeats, on CUDA without what other entries hold; absent for graphs.
+    - `before_bytes`: the model's own memory.
+    - `out_of_memory`: whether the entry did not fit into memory.
     """
     free_memory()
     contenders = [
@@ -97,7 +98,8 @@ def _repeat(call: Callable[[], object], times: int) -> None:
 
 
 def _is_replayed(entry: Entry) -> bool:
-    """A graph holds its memory between calls, and the allocator's peak does not count what a replay uses of it."""
+    """Whether an entry replays a graph. A graph holds its memory between calls, and the allocator's peak does not count
+    what a replay uses of it."""
     case, device = entry.case, entry.model.device.type
     by_default = case.schedule == "auto" and case.mode == "training" and device in CAPTURING_DEVICES
     return case.schedule == "graph" or case.fixed_decoding or by_default
@@ -111,7 +113,7 @@ def _has_time(session: Session, seconds_of_a_repeat: float) -> bool:
 
 
 def describe(point: dict[str, Any]) -> str:
-    """One line for the terminal."""
+    """Returns one line for the terminal."""
     name = f"{point['row']}, {point['length']:,} tokens: {variant_name(point)}"
     if point["out_of_memory"]:
         return f"{name}: OOM"

@@ -1,7 +1,7 @@
-"""Correctness of a folded model on this device, against the same weights in float64 on the host.
+"""Checks a folded model on this device against the same weights in float64 on the host.
 
-Every implementation of attention and every schedule, on texts of whole and of broken segments, with durations, and with
-padding on the left: logits and gradients, in float32 and bfloat16. The distance of two tensors is
+Every implementation of attention and every schedule is checked in float32 and bfloat16, by logits and gradients. The
+texts have whole and partial segments, durations, and padding on the left. The distance of two tensors is
 ||ours - reference|| / ||reference||.
 
 Axes: B rows, N tokens of an input, V vocabulary.
@@ -32,14 +32,14 @@ from .reference import (
 )
 from .session import Session, has_graphs
 
-# The distances of a correct model stay below half of these limits. One query of each segment that sees one key too many
-# has more than twice as much.
+# A correct model's distances stay below half of these limits. If one query of each segment sees one key too many, they
+# are more than twice the limits.
 LIMITS = {torch.float32: {"logits": 2e-5, "gradients": 1e-4}, torch.bfloat16: {"logits": 5e-2, "gradients": 1e-1}}
-FLEX_SECONDS = 75  # each new shape is compiled
+FLEX_SECONDS = 75  # every new shape is compiled
 
 
 def correctness(session: Session) -> None:
-    """Each case is a check; one that raises fails, and the cases after it still run."""
+    """Makes a check for each case. A case that raises an error fails, and the cases after it still run."""
     torch.set_float32_matmul_precision("highest")  # no TF32
     _check_reference(session)
     implementations = ["eager", "sdpa"]
@@ -56,7 +56,7 @@ def correctness(session: Session) -> None:
 
 
 def flex(session: Session) -> None:
-    """FlexAttention has a part of its own: its compilation takes minutes, which the timings do not need."""
+    """Checks FlexAttention, in a separate part because its compilation takes minutes that the timings do not need."""
     end = time.monotonic() + FLEX_SECONDS
     implementations = ["flex_attention"]
     if session.device.type == "cuda" and has_flash_cute():
@@ -70,7 +70,8 @@ def flex(session: Session) -> None:
 
 
 def graph(session: Session) -> None:
-    """New tokens by `fixed_decoding` against ordinary ones, over two segment borders, rows at different positions."""
+    """Checks new tokens by `fixed_decoding` against ordinary ones, over two segment borders, with rows at different
+    positions."""
     torch.set_float32_matmul_precision("highest")
     for shape_name, (shape, segment) in session.sizes.checked.items():
         reference = reference_model(shape, segment)
@@ -92,10 +93,10 @@ def graph(session: Session) -> None:
 
 
 def captured_groups(session: Session) -> None:
-    """Groups of segments by replayed graphs: logits and gradients of two texts, with an optimizer's step before each.
+    """Checks groups of segments by replayed graphs: logits and gradients of several texts.
 
-    Both texts have a part of a segment left. Without checkpoints, and with those of one and of two segments; then with
-    another text that waits for its backward pass.
+    All texts end with a partial segment. The graphs run without checkpoints, and with checkpoints of one and of two
+    segments; then while another text waits for its backward pass.
     """
     if not has_graphs(session):
         session.check("schedule='graph'", None, "there is no CUDA")
@@ -117,7 +118,7 @@ def captured_groups(session: Session) -> None:
                 waiting = texts[2].on(session.device)
                 model.zero_grad(set_to_none=True)
                 loss = model(**waiting, labels=waiting["input_ids"]).loss
-                with torch.no_grad():  # nor may a text without gradients write over those of the first
+                with torch.no_grad():  # a text without gradients must not overwrite the waiting one's values
                     model(**texts[0].on(session.device))
                 arguments = texts[1].on(session.device)
                 (loss + model(**arguments, labels=arguments["input_ids"]).loss).backward()
@@ -133,7 +134,7 @@ def _check_outcome(session: Session, name: str, ours: Outcome, theirs: Outcome, 
 
 
 def _compare(session: Session, implementations: Sequence[str], gradients: bool = True) -> Iterator[str]:
-    """Makes the checks, and yields the name of each text and variant after its checks."""
+    """Makes the checks, and yields the name of each text and variant after them."""
     for shape_name, (shape, segment) in session.sizes.checked.items():
         reference = reference_model(shape, segment)
         texts = make_texts(shape["vocab_size"], segment)
@@ -145,7 +146,7 @@ def _compare(session: Session, implementations: Sequence[str], gradients: bool =
             model = cast_parameters(copy.deepcopy(reference).to(session.device), dtype)
             for implementation, schedule in product(implementations, SCHEDULES):
                 if implementation in ("flash_attention_2", "varlen", "flex_fa4") and dtype == torch.float32:
-                    continue  # its kernels are of half precision
+                    continue  # its kernels have half precision
                 configure(model, _variant(implementation, segment, schedule))
                 variant = f"{shape_name}, {implementation}, {schedule}, {_name(dtype)}"
                 for text in texts:
@@ -166,7 +167,7 @@ def _compare(session: Session, implementations: Sequence[str], gradients: bool =
 
 @torch.no_grad()
 def _check_reference(session: Session) -> None:
-    """The reference itself: a text of one segment gets the stock Llama's logits."""
+    """Checks the reference itself: a text of one segment gets the stock Llama's logits."""
     for name, (shape, segment) in session.sizes.checked.items():
         reference = reference_model(shape, segment)
         stock = build_model("stock", shape, None, "eager").double()
@@ -178,7 +179,7 @@ def _check_reference(session: Session) -> None:
 
 @contextmanager
 def _failing(session: Session, name: str) -> Iterator[None]:
-    """Notes an exception as a check that fails."""
+    """Records an exception as a failed check."""
     try:
         yield
     except Exception as error:

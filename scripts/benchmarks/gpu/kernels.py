@@ -1,7 +1,7 @@
-"""Kernels and waits: FlashAttention's kernel runs without a mask, and no segment makes the host wait for the device.
+"""Checks kernels and waits: FlashAttention's kernel runs without a mask, and no segment makes the host wait.
 
-Waits that happen once a call do not grow with the number of segments. Counted are those that torch warns of, by the
-line that causes them, and those in the trace of the profiler.
+Waits once per call do not grow with the number of segments. Counted are waits that torch warns of, by the line that
+causes them, and waits in the profiler's trace.
 
 Axes: B rows, N tokens of an input.
 """
@@ -29,7 +29,7 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def kernels(session: Session) -> None:
-    """A wait costs speed and changes no result: it fails this part, and the parts after it still run."""
+    """Checks kernels and waits. A wait costs speed but changes no result: it fails this part, and later parts run."""
     _flash(session)
     _waits_by_segments(session)
 
@@ -43,7 +43,7 @@ def _waits_by_segments(session: Session) -> None:
             warned, traced = [], []
             for count in counts:
                 call = workload(model, random_ids(model, 2, count * SEGMENT))
-                call()  # kernels are loaded and the allocator is filled
+                call()  # loads kernels and fills the allocator
                 warned.append(_warnings(session, call))
                 traced.append(_waits(session, call))
             note = f"{counts[0]} segments: {_counts(warned[0])}; {counts[1]}: {_counts(warned[1])}"
@@ -55,7 +55,7 @@ def _waits_by_segments(session: Session) -> None:
 
 
 def _warnings(session: Session, call: Callable[[], object]) -> Counter[str]:
-    """Waits by file and line."""
+    """Counts waits by file and line."""
     if session.device.type != "cuda":
         call()
         return Counter()
@@ -79,7 +79,7 @@ def _waits(session: Session, call: Callable[[], object]) -> Counter[str]:
 
 
 def _names(trace: profile) -> list[str]:
-    """The names of all events; `trace.events()` takes seconds to build a tree of them."""
+    """Returns the names of all events; `trace.events()` would take seconds to build a tree of them."""
     assert trace.profiler is not None and trace.profiler.kineto_results is not None
     return [event.name() for event in trace.profiler.kineto_results.events()]
 
@@ -89,7 +89,7 @@ def _counts(counter: Counter[str]) -> str:
 
 
 def _flash(session: Session) -> None:
-    """SDPA with a lower-right causal mask runs in the flash kernel, forward and backward, and in no other."""
+    """Checks that SDPA with a lower-right causal mask runs only in the flash kernel, forward and backward."""
     name = "sdpa, bfloat16: lower-right causal attention in the flash kernel"
     if session.device.type != "cuda":
         session.check(name, None, "there is no CUDA")

@@ -1,6 +1,6 @@
-"""The longest text whose training step fits: forward and backward pass with gradient checkpointing.
+"""Finds the longest text whose training step fits: forward and backward pass with gradient checkpointing.
 
-The search doubles a first length until a text does not fit, then bisects, while the time lasts.
+The search doubles a first length until a text does not fit, and then bisects, as long as there is time.
 """
 
 from dataclasses import asdict
@@ -16,30 +16,28 @@ from .parts import raced
 from .session import Session, build_models, log
 
 BISECTIONS = 2
-STOCK_SHARE = 0.35  # of the time that is left
+STOCK_SHARE = 0.35  # the stock model's share of the remaining time
 
 
 def longest(session: Session) -> None:
-    """Stock and folded model of the 1.2 B shape, each alone on the device."""
+    """Measures the stock and the folded model of the 1.2 B shape, one at a time on the device."""
     sizes = session.sizes
     variant = ModelVariant(kind="stock", checkpointing=True)
     stock = _search(session, variant, sizes.longest_first, STOCK_SHARE * session.seconds_left(), 4)
-    # The folded model begins at the bar: the time that doubling up to there takes is better spent beyond it.
+    # The folded model begins at the bar: the time for doubling up to it is better spent beyond it.
     first = LONGEST_BAR * (stock["longest"] or sizes.longest_first)
     schedules = [variant.schedule for variant in raced(session, [sizes.segment])]
-    schedule = (
-        "graph" if "graph" in schedules else "sequential"
-    )  # those by single segments, which need the least memory
+    schedule = "graph" if "graph" in schedules else "sequential"  # by single segments, which need the least memory
     variant = ModelVariant(kind="folded", segment_length=sizes.segment, schedule=schedule, checkpointing=True)
     _search(session, variant, min(first, sizes.longest_cap), session.seconds_left(), 2)
 
 
 def _search(session: Session, variant: ModelVariant, first: int, seconds: float, growth: int) -> dict[str, Any]:
-    """Adds and returns a point whose `longest` fitted and whose `failed` did not; None where neither is known.
+    """Adds and returns a point with the `longest` length that fitted and a `failed` one that did not; None if unknown.
 
-    The time of a text grows at most by the factor `growth` when its length doubles.
+    A text of twice the length takes at most `growth` times as long.
     """
-    end = session.seconds_left() - seconds  # of the session's time, the part that this search leaves
+    end = session.seconds_left() - seconds  # seconds that this search must leave
     model = build_models(session, session.sizes.large, [variant.kind])[variant.kind]
     configure(model, variant)
     tried: dict[int, dict[str, Any]] = {}

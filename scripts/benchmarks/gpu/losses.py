@@ -1,4 +1,4 @@
-"""The loss of a chunk beside torch's fused `linear_cross_entropy`: the same value and gradients, time and peak memory.
+"""Compares the loss of a chunk with torch's fused `linear_cross_entropy`: value, gradients, time and peak memory.
 
 Axes: D hidden size, V vocabulary, n target tokens.
 """
@@ -17,11 +17,11 @@ from condense.loss_gradient import head_gradients
 
 from .session import Session, log
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of sums and of gradients, relative to the largest
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # for sums and gradients, relative to the largest
 
 
 def losses(session: Session) -> None:
-    """Two chunks of the large shape's segment, forward and backward, each with the gradient of the whole head."""
+    """Measures two chunks of the large shape, each a segment, forward and backward, with the head's whole gradient."""
     name = "the loss of two chunks beside linear_cross_entropy"
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         session.check(name, None, f"torch {torch.__version__} has no linear_cross_entropy in blocks")
@@ -61,7 +61,7 @@ def losses(session: Session) -> None:
 def _measure(
     session: Session, function: Callable[[], torch.Tensor], head: torch.nn.Linear, hidden_nD: torch.Tensor
 ) -> tuple[float, list[torch.Tensor], str]:
-    """The value, its gradients, and a note of the median time and the peak memory above what was there before."""
+    """Returns the value, its gradients, and a note with the median time and the increase of peak memory."""
     values: list[float] = []
 
     def call() -> None:

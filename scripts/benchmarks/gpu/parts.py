@@ -24,18 +24,18 @@ from .session import OutOfTimeError, Session, build_models, has_graphs
 
 TRAINED_KINDS = ("folded", *WITHOUT_SEGMENTS)
 WARM_UP_TOKENS = 4
-CHECKPOINT_SEGMENTS = 8  # of a group of gradient checkpointing
-WARM_UPS = 3  # of training: a shape is captured at its second use
-SEGMENTS_PER_CALL = 64  # of a context that is read before decoding
+CHECKPOINT_SEGMENTS = 8  # segments of a group of gradient checkpointing
+WARM_UPS = 3  # in training: a shape is captured the second time it is used
+SEGMENTS_PER_CALL = 64  # while a context is read before decoding
 
 
 def attentions() -> list[str]:
-    """The fastest implementations of stock transformers; the CUDA kernel of SDPA is FlashAttention."""
+    """Returns the fastest implementations of stock transformers; SDPA's CUDA kernel is FlashAttention."""
     return ["sdpa", "flash_attention_2"] if is_flash_attn_2_available() else ["sdpa"]
 
 
 def raced(session: Session, segments: Sequence[int], attention: str = "sdpa", graph: bool = True) -> list[ModelVariant]:
-    """The schedules to race, without checkpointing: on CUDA the graph of a segment, unless it was found wrong."""
+    """Returns the schedules to race, without checkpointing: on CUDA also the graph, unless its check failed."""
     variants = folded_variants(segments, attention)
     right = all(check["passed"] for check in session.checks if check["part"] == "captured_groups")
     if graph and right and has_graphs(session) and attention in STATIC_IMPLEMENTATIONS:
@@ -45,19 +45,19 @@ def raced(session: Session, segments: Sequence[int], attention: str = "sdpa", gr
 
 
 def checkpointed(variant: ModelVariant) -> list[ModelVariant]:
-    """With gradient checkpointing: by single segments, and by groups, within which alone waves run."""
+    """Returns the variant with gradient checkpointing: by single segments, and by groups. Waves need groups."""
     sizes = {"sequential": (1, CHECKPOINT_SEGMENTS), "wavefront": (CHECKPOINT_SEGMENTS,)}
     segments = sizes.get(variant.schedule or "", (1,))
     return [replace(variant, checkpointing=True, checkpoint_segments=number) for number in segments]
 
 
 def without_segments(attention: str, checkpointing: bool) -> list[ModelVariant]:
-    """The stock model, and the one with the folded model's loss: what the fold saves is told from what that saves."""
+    """Returns the stock model, and the stock model with the folded model's loss, to separate the savings of both."""
     return [ModelVariant(kind=kind, attention=attention, checkpointing=checkpointing) for kind in WITHOUT_SEGMENTS]
 
 
 def training(session: Session) -> None:
-    """Peak memory and time of a training step of the Table I shape, with and without gradient checkpointing."""
+    """Measures peak memory and time of training steps of the Table I shape, with and without gradient checkpointing."""
     sizes, models = session.sizes, build_models(session, session.sizes.table_1, TRAINED_KINDS)
     rows = [
         (f"training {length:,}", length, attention) for length in sizes.training_steps for attention in attentions()
@@ -75,7 +75,7 @@ def training(session: Session) -> None:
 
 
 def training_large(session: Session) -> None:
-    """Time of a training step of the 1.2 B shape, with checkpointing; peak memory without the graph."""
+    """Measures the time of training steps of the 1.2 B shape, with checkpointing; peak memory without the graph."""
     sizes, models = session.sizes, build_models(session, session.sizes.large, TRAINED_KINDS)
     for length in sizes.large_training:
         ours = [each for variant in raced(session, [sizes.segment]) for each in checkpointed(variant)]
@@ -85,7 +85,7 @@ def training_large(session: Session) -> None:
 
 
 def prefills(session: Session) -> None:
-    """A long prompt of the 1.2 B shape: schedules against each other, and against full attention."""
+    """Measures a long prompt of the 1.2 B shape: schedules against each other, and against full attention."""
     sizes, models = session.sizes, build_models(session, session.sizes.large)
     for attention in attentions():
         ours = raced(session, [sizes.segment], attention)
@@ -95,11 +95,11 @@ def prefills(session: Session) -> None:
 
 
 def decoding(session: Session) -> None:
-    """New tokens one at a time, after short and long contexts in turn; each context is read once.
+    """Measures new tokens one at a time, after short and long contexts in turn; each context is read once.
 
-    The tokens lie around a segment's border at all lengths, so that a segment becomes the memory among them. Folded
-    models take part twice: with ordinary steps and, unless the part `graph` has found it wrong, with a replayed graph.
-    Without cuDNN's attention, which takes longer in the stock model: it prepares itself for every new number of keys.
+    The tokens lie around a segment border at all lengths, so a segment becomes the memory among them. Folded models
+    take part twice: with ordinary steps, and with a replayed graph unless its check failed. cuDNN's attention is off,
+    because it slows the stock model down: it prepares a kernel for every new number of keys.
     """
     sizes, models = session.sizes, build_models(session, session.sizes.large)
     graphs = all(check["passed"] for check in session.checks if check["part"] == "graph")
@@ -117,7 +117,7 @@ def decoding(session: Session) -> None:
 
 
 def _decoders(session: Session, model: Any, case: BenchmarkCase, graph: bool) -> list[Entry]:
-    """New tokens after a context; twice, with ordinary steps and with a graph, if `graph`."""
+    """Returns the entries for new tokens after a context: with ordinary steps, and if `graph` also with a graph."""
     context_BN = random_ids(model, case.batch, case.length - session.sizes.new_tokens // 2)
     cache = _read(session, model, case, context_BN)
     cases = [(f"decoding, batch {case.batch}", case, cache)]
@@ -129,7 +129,7 @@ def _decoders(session: Session, model: Any, case: BenchmarkCase, graph: bool) ->
 
 
 def _read(session: Session, model: Any, case: BenchmarkCase, context_BN: torch.Tensor) -> Any:
-    """The cache after a context; of a stock model in one call."""
+    """Returns the cache after a context; a stock model reads it in one call."""
 
     def check_time() -> None:
         if session.seconds_left() < 0:
@@ -141,7 +141,7 @@ def _read(session: Session, model: Any, case: BenchmarkCase, context_BN: torch.T
 
 
 def schedule_table(session: Session) -> None:
-    """The schedules over shapes, segments and lengths: the measurements for the rule of `auto`."""
+    """Measures the schedules over shapes, segments and lengths, for the rule of `auto`."""
     sizes = session.sizes
     for name, shape in (("1.2B", sizes.large), ("Table I", sizes.table_1)):
         models = build_models(session, shape, ["folded"])

@@ -1,7 +1,7 @@
-"""Products as a folded model's training makes them: of one segment alone, and of the layers of a diagonal together.
+"""Times products as in a folded model's training: of one segment, and of the layers of a diagonal together.
 
-Each kind of product of the 1.2 B shape, and the gradient of its weight: in bfloat16, and added to a sum in float32 by
-the product itself or by an addition after it. Fractions of the rate of one large product tell what width costs.
+These are all kinds of products of the 1.2 B shape and the gradients of their weights: in bfloat16, and added to a sum
+in float32 by the product itself or by a separate addition. The rate of a wider product shows what width costs.
 """
 
 import statistics
@@ -14,7 +14,7 @@ from condense.products import add_products
 
 from .session import Session, log
 
-ROUNDS = 10  # of one sample
+ROUNDS = 10  # calls of a sample
 
 
 def products(session: Session) -> None:

@@ -13,7 +13,7 @@ DECODED_TOKENS = 4  # before a segment's border, and after it
 
 
 class Text(NamedTuple):
-    """Random tokens; `mask_BN` and `durations_BN` are None where the model gets none."""
+    """Random tokens; `mask_BN` and `durations_BN` are None if the model gets none."""
 
     name: str
     ids_BN: torch.Tensor
@@ -21,7 +21,7 @@ class Text(NamedTuple):
     durations_BN: torch.Tensor | None
 
     def on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The arguments of the model, on a device."""
+        """Returns the arguments of the model, on a device."""
         named = {"input_ids": self.ids_BN, "attention_mask": self.mask_BN, "durations": self.durations_BN}
         return {name: tensor.to(device) for name, tensor in named.items() if tensor is not None}
 
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
 
 def reference_model(shape: dict[str, Any], segment: int) -> Any:
-    """A folded model on the host in float64, with weights that bfloat16 holds exactly, none of them near zero."""
+    """Returns a folded model on the host in float64; bfloat16 can hold its weights exactly."""
     torch.manual_seed(0)
     model = build_model("folded", shape | {"initializer_range": shape["hidden_size"] ** -0.5}, segment, "eager")
     model.config.schedule = "sequential"
@@ -46,7 +46,7 @@ def reference_model(shape: dict[str, Any], segment: int) -> Any:
 
 
 def make_texts(vocab_size: int, segment: int) -> list[Text]:
-    """Two rows each: with whole segments alone, with a broken one, with durations and with padding on the left."""
+    """Returns texts of two rows: whole segments, a partial segment at the end, durations, and padding on the left."""
     generator = torch.Generator().manual_seed(0)
     ids_BN = torch.randint(vocab_size, (2, 4 * segment), generator=generator)
     broken_BN = ids_BN[:, : 3 * segment + segment // 3]
@@ -63,7 +63,7 @@ def make_texts(vocab_size: int, segment: int) -> list[Text]:
 
 
 def outcome_of(model: Any, text: Text, gradients: bool) -> Outcome:
-    """The results of one call on a text, and of its backward pass if `gradients`."""
+    """Returns the results of one call on a text, and of its backward pass if `gradients`."""
     model.train()
     model.zero_grad(set_to_none=True)
     arguments = text.on(model.device)
@@ -81,7 +81,7 @@ def outcome_of(model: Any, text: Text, gradients: bool) -> Outcome:
 
 @torch.no_grad()
 def decode_around(model: Any, ids_BN: torch.Tensor, border: int) -> torch.Tensor:
-    """Logits of the tokens around a segment's border, read one by one; two calls read the tokens before."""
+    """Returns logits of the tokens around a segment border, read one by one; two calls read the tokens before them."""
     model.eval()
     ids_BN = ids_BN.to(model.device)
     first, output, logits = border - DECODED_TOKENS, None, []
@@ -94,7 +94,7 @@ def decode_around(model: Any, ids_BN: torch.Tensor, border: int) -> torch.Tensor
 
 @torch.no_grad()
 def decode_over_two_borders(model: Any, text: Text, segment: int) -> tuple[torch.Tensor, Any]:
-    """Logits of new tokens, one by one, over two borders of each row; and the fixed step, None without one."""
+    """Returns logits of new tokens, one by one, over two borders of each row; and the fixed step, or None."""
     model.eval()
     assert text.mask_BN is not None
     first, end = segment - DECODED_TOKENS, 2 * segment + segment // 2 + 2 * DECODED_TOKENS

@@ -1,4 +1,4 @@
-"""The schedules against each other, and what `schedule="auto"` takes: the measurements that its rule is fitted to."""
+"""Compares the schedules with each other and with the choice of `schedule="auto"`, whose rule is fitted to them."""
 
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from condense.execution.selection import faster_as_wave
 COLUMNS = ["what", "sequential [ms]", "wavefront [ms]", "graph [ms]", "sequential / wavefront", "sequential / graph"]
 COLUMNS += ["auto takes", "its time / the better one's"]
 LINES = {"sequential": ":", "wavefront": "-", "graph": "--"}
-ITEM_BYTES = 2  # the rule does not ask for it on a GPU
+ITEM_BYTES = 2  # on a GPU the rule does not use it
 
 
 def schedule_ratios(points: list[dict[str, Any]]) -> Table:
-    """The times of the schedules and their ratios, for every row of the part `schedules`.
+    """Returns the times of the schedules and their ratios, for every row of the part `schedules`.
 
-    The rule chooses between `sequential` and `wavefront`; `graph` is not in the last column.
+    The rule chooses between `sequential` and `wavefront`, so the last column does not compare with `graph`.
     """
     rows, right, judged = [], 0, 0
     for name in dict.fromkeys(point["row"] for point in points if point["row"].startswith("schedules")):
@@ -49,7 +49,8 @@ def _is_timed(point: dict[str, Any]) -> bool:
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """A panel per mode and shape: tokens a second against length, a colour per segment length, a line per schedule."""
+    """Draws tokens a second by length: a panel for each mode and shape, a colour for each segment length, a line style
+    for each schedule."""
     points = [point for point in points if _is_timed(point)]
     modes, shapes = group_by(points, "mode"), group_by(points, "hidden_size", "layers")
     segments = sorted({point["segment_length"] for point in points})

@@ -18,7 +18,7 @@ from .sizes import Sizes
 
 
 class OutOfTimeError(Exception):
-    """The minutes of the run are over."""
+    """Raised when the minutes of the run are over."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Session:
         return self.deadline - time.monotonic()
 
     def check(self, name: str, passed: bool | None, note: str) -> None:
-        """Notes whether a property holds; None for one that cannot be checked on this device."""
+        """Records whether a property holds; None if it can't be checked on this device."""
         self.checks.append({"part": self.part, "name": name, "passed": passed, "note": note})
         if passed is not True:
             log(f"  {'n/a ' if passed is None else 'WRONG'} {name}: {note}")
@@ -59,7 +59,7 @@ def log(text: str) -> None:
 
 
 def build_models(session: Session, shape: dict[str, Any], kinds: Sequence[str] = ("stock", "folded")) -> dict[str, Any]:
-    """Models with random weights by kind, made on the device: a CPU takes long for a billion weights."""
+    """Returns models with random weights by kind, made on the device: a CPU takes long for a billion weights."""
     models = {}
     for kind in kinds:
         with session.device:

@@ -1,4 +1,4 @@
-"""The sizes of the measurements: the real ones for a GPU, and tiny ones that run the same code anywhere in seconds."""
+"""The sizes of the measurements: real ones for a GPU, and tiny ones that run the same code on any device in seconds."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +8,12 @@ from condense.eval.benchmark.models import table_1
 
 @dataclass(frozen=True)
 class Sizes:
-    """`table_1` and `large` are the shapes of the timed models; those of `checked` are compared with float64."""
+    """The sizes of all measurements. `table_1` and `large` are timed shapes; `checked` are compared with float64."""
 
     table_1: dict[str, Any]
     large: dict[str, Any]
     checked: dict[str, tuple[dict[str, Any], int]]  # name: shape, tokens of a segment
-    waits_segments: tuple[int, int]  # of two texts of the tiny shape, whose waits of the host are compared
+    waits_segments: tuple[int, int]  # of the two texts, for the tiny shape, whose waits of the host are compared
     segment: int  # of the large shape
     training_segments: tuple[int, ...]  # of the Table I shape
     training_eager: int
@@ -50,7 +50,7 @@ def _shape(
     }
 
 
-# One shape groups its heads and one does not: SDPA may take other kernels for grouped heads.
+# One shape groups its heads and one does not: SDPA may use other kernels for grouped heads.
 TINY = _shape(layers=3, hidden=64, intermediate=96, heads=4, groups=4, head=16, vocab=101)
 MIDDLE = _shape(layers=4, hidden=512, intermediate=1024, heads=8, groups=2, head=64, vocab=1024)
 REHEARSAL = _shape(layers=2, hidden=64, intermediate=96, heads=4, groups=2, head=16, vocab=101)

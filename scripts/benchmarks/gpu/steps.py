@@ -1,6 +1,6 @@
-"""Training steps beside the stock model's: the package's default, and waves without graphs.
+"""Times training steps by default and by waves without graphs, beside the stock model's.
 
-Stock and folded models are built one after the other, so that each has the memory for itself.
+Stock and folded models are built one after the other, so each has all the memory.
 """
 
 from dataclasses import replace
@@ -16,12 +16,12 @@ from .comparison import compare_variants
 from .parts import CHECKPOINT_SEGMENTS
 from .session import OutOfTimeError, Session, build_models
 
-IN_A_ROW = 4  # steps of a repeat; a shape is captured at its second use, in the first repeat
-UNGRAPHED = 8192  # tokens up to which waves are measured without graphs, too: the host takes seconds for more
+IN_A_ROW = 4  # steps of a repeat; a shape is captured the second time it is used, in the first repeat
+UNGRAPHED = 8192  # up to so many tokens, waves are also measured without graphs; beyond, the host takes seconds
 
 
 def steps(session: Session) -> None:
-    """Forward and backward pass, with and without gradient checkpointing; `auto` is the default."""
+    """Times forward and backward passes, with and without gradient checkpointing; `auto` is the default."""
     for name, shape, batch, length in session.sizes.steps:
         for checkpointing in (False, True):
             if session.seconds_left() < 10:
@@ -43,7 +43,7 @@ def steps(session: Session) -> None:
 
 COLUMNS = ["training step", "stock [ms]", "by default [ms]", "lowest to highest [ms]", "stock / default", "target"]
 COLUMNS += ["single segments [ms]", "waves, no graph [ms]", "reserved [GiB]"]
-TARGETS = {  # of stock / default, by a model of each kernel's time on an H100
+TARGETS = {  # for stock / default, from a model of each kernel's time on an H100
     "Table I, 1 x 2,048": 1.7,
     "Table I, 1 x 4,096": 1.68,
     "Table I, 1 x 16,384": 2.3,
@@ -55,7 +55,7 @@ TARGETS = {  # of stock / default, by a model of each kernel's time on an H100
 
 
 def step_table(points: list[dict[str, Any]]) -> Table:
-    """The steps of the part `steps`, the default beside the stock model."""
+    """Returns the steps of the part `steps`, the default beside the stock model."""
     rows = []
     for row in dict.fromkeys(point["row"] for point in points if point["row"].startswith("step, ")):
         stock, *folded = [point for point in points if point["row"] == row]
@@ -88,7 +88,7 @@ def _milliseconds(points: list[dict[str, Any]]) -> str:
 
 
 def _variants(segment: int, checkpointing: bool, ungraphed: bool) -> list[ModelVariant]:
-    """The default, by groups of one segment and of several, and waves without graphs."""
+    """Returns the default, by groups of one and of several segments, and waves without graphs."""
     auto = ModelVariant(kind="folded", segment_length=segment, schedule="auto", checkpointing=checkpointing)
     grouped = replace(auto, checkpoint_segments=CHECKPOINT_SEGMENTS) if checkpointing else auto
     found = [grouped, auto] if checkpointing else [auto]

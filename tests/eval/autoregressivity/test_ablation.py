@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from condense.cli import app
 from condense.eval import ranks
 from condense.eval.autoregressivity import training
-from condense.eval.autoregressivity.ablation import Ablation, Summary, changes
+from condense.eval.autoregressivity.ablation import Ablation, changes
 from condense.eval.autoregressivity.experiments import EXPERIMENTS, ablate, ablate_all
 from condense.eval.autoregressivity.grid import (
     CONTROL,
@@ -35,6 +35,7 @@ from condense.eval.autoregressivity.options import AblationOptions
 from condense.eval.autoregressivity.pictures import draw_summary
 from condense.eval.autoregressivity.setup import SMALL as SMALL_SIZE
 from condense.eval.autoregressivity.setup import Setup, Size
+from condense.eval.autoregressivity.summary import summarize, tables
 from condense.eval.autoregressivity.text_quality import generate, text_quality
 from condense.eval.autoregressivity.training import loss_at
 from condense.eval.report import write_report
@@ -61,7 +62,7 @@ def test_every_value_is_an_objective_and_every_property_can_be_halved():
 
 
 def test_changes_by_hand():
-    """An ablated model with twice the operations is read at half of the steps; k heads by the loss as generated."""
+    """An ablated model with twice the operations is read at half of the steps, and k heads by the loss as generated."""
     neutral = {"loss": 2.0, "operations_per_step": 10.0}
     curve = [{"step": 0, "loss": 5.0}, {"step": 4, "loss": 4.0}, {"step": 8, "loss": 3.0}]
     ablated = {"loss": 3.0, "operations_per_step": 20.0, "curve": curve}
@@ -134,7 +135,7 @@ def test_operations_of_a_stock_llama_by_hand(folder):
     size, vocab_size = Setup(SMALL, folder).size, len(Setup(SMALL, folder).tokenizer)
     tokens, hidden, inner = size.batch * size.length, size.hidden_size, 40
     weights = 4 * hidden * hidden + 3 * hidden * inner + hidden * vocab_size
-    attention = 2 * size.length * hidden  # scores and sums of values, of a token
+    attention = 2 * size.length * hidden  # scores and sums of values for a token
     expected = 3 * 2 * tokens * (weights + attention)
     assert operations_of(folder, "stock", {"kind": "next_token"}) == pytest.approx(expected, rel=1e-3)
 
@@ -153,7 +154,7 @@ def test_operations_are_those_of_torch_without_what_is_computed_again(folder, ob
 
 
 def test_decoding_without_gradients_counts_once(folder):
-    """One of two tokens is decoded in a forward pass of its own, beside the pass with gradients."""
+    """One of two tokens is decoded in a separate forward pass, beside the pass with gradients."""
     plain = operations_of(folder, "stock", {"kind": "next_token"})
     fed = operations_of(folder, "stock", {"kind": "free_running", "steps": 2, "feedback": "argmax"})
     assert 1.2 * plain < fed < 1.4 * plain
@@ -176,7 +177,7 @@ def test_two_commands_train_a_model_once(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_a_stopped_grid_goes_on(folder, monkeypatch):
-    """A model that was trained is not trained again, also for another property."""
+    """A trained model is not trained again, not even for another property."""
     monkeypatch.setattr("condense.eval.autoregressivity.training._train", lambda cell, setup: pytest.fail(cell.folder))
     (folder / "ablation_complete_supervision.records.jsonl").unlink()
     ablate("complete_supervision", folder, SMALL)
@@ -195,15 +196,15 @@ def test_the_summary_ranks_by_cost(tmp_path):
 
     changes_of = dict(zip(PROPERTIES, (0.1, 0.5, -0.1, 0.2, 0.0), strict=True))
     results = {name: found(change, 0.0) for name, change in changes_of.items()}
-    summary = Summary.of(results)
+    summary = summarize(results)
     write_results(tmp_path / "ablation", summary, summary["rows"])
     draw_summary(summary, tmp_path / "ablation")
-    first, every = Summary.tables(json.loads((tmp_path / "ablation.json").read_text()))
+    first, every = tables(json.loads((tmp_path / "ablation.json").read_text()))
     names = [row[0] for row in first.rows]
     assert names[:2] == ["weight sharing", "frequent supervision"] and names[-1] == "teacher forcing"
     by_name = {row[0]: row for row in first.rows}
     assert [by_name[name.replace("_", " ")][1] for name in PROPERTIES] == ["3", "1", "5", "2", "4"]
-    # The loss of the diffusion model does not see its steps; the others have the ranks 1 to 4 there.
+    # The loss of the diffusion model does not see its steps; the other properties have the ranks 1 to 4.
     assert by_name["task subdivision"][7:] == ["-"] * 3
     assert [by_name[name.replace("_", " ")][7] for name in list(PROPERTIES)[1:]] == ["1", "4", "2", "3"]
     assert len(every.rows) == 15
@@ -214,7 +215,7 @@ def test_the_summary_ranks_by_cost(tmp_path):
         values = results["weight_sharing"]["values"]
         values += [value | {"variant": name, "change": [change] * 2} for name, change in (("w", 0.7), (CONTROL, 0.9))
                    for value in values[:3] if value["model"] == model]  # fmt: skip
-    first, _ = Summary.tables(Summary.of(results))
+    first, _ = tables(summarize(results))
     by_name = {row[0]: row for row in first.rows}
     ranks = [by_name[name.replace("_", " ")][1] for name in PROPERTIES]
     assert ranks == ["2-3", "1", "5", "2-3", "4"]
@@ -223,7 +224,7 @@ def test_the_summary_ranks_by_cost(tmp_path):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_samples_of_fewer_steps_take_fewer_evaluations(folder):
-    """1,000 / k steps, and 40 / k evaluations, which are 25 steps of 1,000 apart and so go through all residues."""
+    """Models of 1,000 / k steps take 40 / k evaluations, which are 25 of 1,000 steps apart and reach all residues."""
     ablate("task_subdivision", folder, SMALL)
     results = json.loads((folder / "ablation_task_subdivision.json").read_text())
     evaluations = {c["level"]: c["quality"]["evaluations"] for c in results["cells"] if c["model"] == "diffusion"}
@@ -267,7 +268,7 @@ def test_refusals(folder, tmp_path):
     texts = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path in texts:
         path.write_text("some words " * 2000)
-    with pytest.raises(ValueError, match="has the models of other texts or sizes: pass another --output"):
+    with pytest.raises(ValueError, match="has models of other texts or sizes: pass another --output"):
         Setup(AblationOptions(text=texts[0], held_out=texts[1]), folder).make()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=301, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                          num_attention_heads=1))  # fmt: skip
@@ -286,7 +287,7 @@ def test_refusals(folder, tmp_path):
 @pytest.mark.slow
 def test_all_of_it_small(tmp_path):
     results = ablate_all(tmp_path, SMALL)
-    assert len(results) == len(EXPERIMENTS) + 1 and len(Summary.tables(results["ablation"])[0].rows) == 5
+    assert len(results) == len(EXPERIMENTS) + 1 and len(tables(results["ablation"])[0].rows) == 5
     assert "what it costs to halve each property" in write_report(tmp_path).read_text()
 
 

@@ -13,7 +13,7 @@ def test_blocks_from_end_to_end(tmp_path):
     results = ablate("blocks", tmp_path, AblationOptions(small=True, seeds=1))
     records = {record["block_length"]: record for record in results["records"]}
     assert sorted(records) == [0, 1, 4, 8]
-    # A block of one token is the autoregressive model: its bound has no error, and the same training.
+    # With blocks of one token it is the autoregressive model: the bound has no error, and training is the same.
     assert records[1]["bound"]["monte_carlo_error"] == pytest.approx(0, abs=1e-9)
     assert records[1]["bound"]["mean"] == pytest.approx(records[0]["bound"]["mean"], rel=1e-4)
     assert records[4]["bound"]["monte_carlo_error"] > 0

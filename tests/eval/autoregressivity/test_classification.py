@@ -37,7 +37,7 @@ def some_digits():
 
 
 def test_true_states_by_hand():
-    """Half of the way to class 3 of 10: 0.05 everywhere, and 0.5 more at the class."""
+    """Half of the way to class 3 of 10: all classes have 0.05, and class 3 has 0.5 more."""
     states = true_states(torch.tensor([3]), 2)[0]
     assert torch.equal(states[0], torch.full((10,), 0.1)) and states[1, 3] == pytest.approx(0.55)
     assert states[1, 0] == pytest.approx(0.05) and states[2].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
@@ -45,7 +45,7 @@ def test_true_states_by_hand():
 
 @pytest.mark.parametrize("forcing", ["true", "own"])
 def test_the_loss_equals_a_loop_over_images_and_steps(network, some_digits, forcing):
-    """Each image alone, step by step; own states are numbers, through which no gradient passes."""
+    """A loop over images and steps; own states are numbers, so no gradient passes through them."""
     steps, terms = 3, []
     for image, label in zip(*some_digits, strict=True):
         own = [0.1] * 10
@@ -81,7 +81,7 @@ def test_the_walk_equals_a_loop_and_knows_no_label(network, some_digits):
 
 
 def test_one_step_is_an_ordinary_classifier():
-    """Trained in an ordinary loop on class numbers, from the same weights and in the same order."""
+    """An ordinary training loop on class numbers, with the same weights and order, gives the same network."""
     digits, size = load(held_out=False), ClassifierSize(hidden_size=8, blocks=1, batch=500, steps=5)
     found, _ = train_classifier(digits, size, 1, 1, "true", seed=3)
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""The Fréchet distance against its closed form, and what the measures say of real and of wrong images."""
+"""The Fréchet distance against its closed form, and measures of real and of wrong images."""
 
 import numpy as np
 import pytest
@@ -8,16 +8,16 @@ from condense.training.data.digits import load_digits, split
 
 
 def test_the_distance_of_diagonal_normal_distributions():
-    """With axes of their own, the squared distance is the sum over axes of those of means and of deviations."""
+    """The squared distance is a sum over axes: squared differences of means and of standard deviations."""
     generator = np.random.default_rng(0)
     means, deviations = generator.normal(size=(2, 4)), generator.uniform(0.5, 2.0, (2, 4))
     samples = generator.normal(size=(1000, 4))
     samples -= samples.mean(axis=0)
-    samples = samples @ np.linalg.inv(np.linalg.cholesky(np.cov(samples, rowvar=False))).T  # of unit covariance
+    samples = samples @ np.linalg.inv(np.linalg.cholesky(np.cov(samples, rowvar=False))).T  # with unit covariance
     one, other = (samples * deviations[n] + means[n] for n in (0, 1))
     expected = ((means[0] - means[1]) ** 2).sum() + ((deviations[0] - deviations[1]) ** 2).sum()
     assert frechet_distance(one, other) == pytest.approx(expected)
-    turn = np.linalg.qr(generator.normal(size=(4, 4)))[0]  # a rotation of both changes nothing
+    turn = np.linalg.qr(generator.normal(size=(4, 4)))[0]  # rotating both changes nothing
     assert frechet_distance(one @ turn, other @ turn) == pytest.approx(expected)
     assert frechet_distance(one, one) == pytest.approx(0, abs=1e-6)
 
@@ -34,6 +34,6 @@ def test_real_images_are_better_than_wrong_ones():
     assert real["classifier_accuracy"] > 0.95 and real["confident"] > 0.8 and real["class_entropy"] > 2.2
     noise = digit_quality(np.random.default_rng(0).integers(0, 17, (360, 64)))
     assert noise["frechet_distance"] > 5 * real["frechet_distance"]
-    zeros = digit_quality(images[held_out][digits[held_out] == 0])  # good images, of one digit only
+    zeros = digit_quality(images[held_out][digits[held_out] == 0])  # good images, but only of one digit
     assert zeros["class_entropy"] < 0.3 and zeros["confident"] > 0.8
     assert zeros["frechet_distance"] > 5 * real["frechet_distance"]

@@ -25,7 +25,7 @@ def task(folder):
 
 
 def test_measures_against_loops(task):
-    """The losses of reading, and a text that is written token by token."""
+    """Losses of reading, and a text written token by token."""
     task.settings()
     difficulty = Difficulty.load(str(task._judge(0)))
     model, texts = difficulty.judge, task.setup.prompts

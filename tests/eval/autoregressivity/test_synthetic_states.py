@@ -1,4 +1,4 @@
-"""The experiment on synthetic states from end to end."""
+"""The experiment on synthetic states, from end to end."""
 
 import json
 
@@ -11,7 +11,7 @@ from condense.eval.report import write_report
 
 
 def test_changes_by_hand(tmp_path):
-    """A model with twice the operations is read at half of its steps, where it is compared at equal operations."""
+    """A model with twice the operations is read at half of its steps for the comparison at equal operations."""
     task = SyntheticStates(AblationOptions(small=True, seeds=2), tmp_path)
     losses = {(16, 0, "line"): 4.0, (16, 1, "line"): 3.0, (16, 1, "repeat"): 2.0, (8, 0, "line"): 5.0,
               (8, 1, "line"): 4.4}  # fmt: skip
@@ -59,9 +59,9 @@ def test_the_experiment_from_end_to_end(tmp_path, monkeypatch):
     assert len(table.rows) == 10
     assert all((tmp_path / f"ablation_synthetic_states.{kind}").exists() for kind in ("csv", "png", "svg"))
     assert not list((tmp_path / "synthetic_states/runs").iterdir())
-    assert not (tmp_path / "synthetic_states/inputs/reference").exists()  # which nothing needs here
+    assert not (tmp_path / "synthetic_states/inputs/reference").exists()  # not needed here
     assert "states between tokens" in write_report(tmp_path).read_text()
-    monkeypatch.setattr("condense.eval.autoregressivity.synthetic_states.train_alone", pytest.fail)
+    monkeypatch.setattr("condense.eval.autoregressivity.setup.train_alone", pytest.fail)
     assert ablate("synthetic_states", tmp_path, options)["cells"] == results["cells"]  # nothing is trained again
 
 

@@ -1,11 +1,10 @@
-"""Options, and small models, for the tests of the probes."""
+"""Options and small models for the tests of the probes."""
 
 import csv
 import json
 from random import Random
 
 import torch
-from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from condense.continuity import ContinuousLM
@@ -25,14 +24,6 @@ def options(**given) -> ProbeOptions:
 
 def probe(name, models, output, **given):
     return probes.probe(name, output, options(models=models, **given))
-
-
-def with_bos(tokenizer):
-    first = tokenizer.bos_token
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
-    )
-    return tokenizer
 
 
 def llama(tokenizer, layers=2, **fields):
@@ -60,19 +51,19 @@ def gpt2_reader(tokenizer, n_positions=64, **options):
 
 
 def counts_and_adds_tokenizer():
-    """It knows the words of questions to count and to add, and of the boolean prompts."""
+    """Returns a tokenizer that knows the words of questions to count and to add, and of the boolean prompts."""
     boolean = [text for item in space.Boolean.prompts(options()) for text in (item.text, item.other)]
     return questions_tokenizer([*Counting(Random(0)).texts(), *Adding(Random(0)).texts(), *boolean])
 
 
 def first_of(prompts):
-    """The first pair of words with its first prompt."""
+    """Returns the first pair of words with its first prompt."""
     words, (first, *_) = next(iter(prompts.items()))
     return {words: (first,)}
 
 
 def shrink_sets(monkeypatch):
-    """One item of each kind in the fixed sets of the probes, so that all of them run in seconds."""
+    """Leaves one item of each kind in the fixed sets of the probes, so all of them run in seconds."""
     for module, name, few in (
         (sums, "PAIRS", ()),
         (counts, "WORDS", counts.WORDS[:1]),
@@ -91,7 +82,7 @@ def parts(text, char_spans):
 
 
 def check_files(folder, name, names):
-    """JSON, CSV with the same figures, pictures. Returns what the JSON holds."""
+    """Checks that the JSON, a CSV with the same figures, and pictures exist. Returns the JSON's contents."""
     results = json.loads((folder / f"probe_{name}.json").read_text())
     assert [model["name"] for model in results["models"]] == names
     lines = list(csv.DictReader((folder / f"probe_{name}.csv").open()))

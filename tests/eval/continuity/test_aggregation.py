@@ -6,7 +6,7 @@ from condense.eval.continuity.aggregation import with_global
 
 
 def test_the_global_row_by_hand():
-    """Three valid records of one model and one of another; a model without any has no figure."""
+    """One model has three valid records and another one has one; a model without valid records has no figures."""
     one, other = {"records": 4, "valid": 3, "mass": 0.9, "P1": 0.2}, {"records": 4, "valid": 1, "mass": 0.5, "P1": 1.0}
     none = {"records": 4, "valid": 0, "mass": None, "P1": None}
     assert with_global({"a": one}, ["P1"]) == {"a": one}

@@ -1,4 +1,4 @@
-"""Data sets, those of the package and those of users."""
+"""The package's data sets, and users' own."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_shipped_tutorials_count_their_steps():
 
 
 def test_shipped_sums_can_tell_a_shrunk_number():
-    """Two-digit numbers, each shrunk once; the right first digit is none of the shrunk ones."""
+    """Two-digit numbers, each shrunk once. The right first digit is not among the shrunk labels."""
     by_question = {}
     for record in load("sums"):
         first, second = record["fields"]["item_1"], record["fields"]["item_2"]
@@ -111,8 +111,8 @@ def without(record, field):
         ("sums", SUM | {"fields": {"item_1": 24}}, r"\[24, None\] and should be whole numbers"),
         ("sums", SUM | {"fields": {"item_1": 24, "item_2": "37"}}, r"\[24, '37'\] and should be whole numbers"),
         ("sums", SUM | {"template": "{name}: {item_1} and {item_2}"}, "asks for 'name'"),
-        ("sums", SUM | {"template": "{item_1} and {item_1}"}, "has no {item_1} or no {item_2}"),
-        ("sums", SUM | {"template": "{item_2} and {item_2}"}, "has no {item_1} or no {item_2}"),
+        ("sums", SUM | {"template": "{item_1} and {item_1}"}, "must have both {item_1} and {item_2}"),
+        ("sums", SUM | {"template": "{item_2} and {item_2}"}, "must have both {item_1} and {item_2}"),
         ("objects", OBJECTS | {"options": ["a", "b", "c"]}, r"\['a', 'b', 'c'\] and should be two"),
         ("objects", OBJECTS | {"options": "ab"}, "'options' is 'ab' and should be a list"),
         ("objects", OBJECTS | {"questions": OBJECTS["questions"] | {"first": "Is it?"}}, "each with {} for the object"),

@@ -1,4 +1,4 @@
-"""Records against sentences made by hand from numbers alone, and memory against its equations."""
+"""Records against sentences made by hand from numbers only, and memory against its equations."""
 
 import numpy as np
 import pytest
@@ -13,25 +13,26 @@ from condense.eval.continuity.classes import DIGITS
 from condense.eval.continuity.engine import Reader
 from condense.eval.continuity.items import Item, NotValid
 from condense.eval.continuity.prompts import FILLER, counting_prompt
+from condense.eval.continuity.questions import questions_tokenizer
 from condense.training.data.passkey import PASSKEY_TEXTS, PasskeyTask
 from condense.training.small_llama import word_tokenizer
 from tests.condense.models import weights
 
-from .models import folded_reader, gpt2_reader, stock_reader, with_bos
+from .models import folded_reader, gpt2_reader, stock_reader
 
 TEXT = "the cat sat on 24 mats and the dog sat 7 times on 13"
 
 
 @pytest.fixture(scope="module")
 def words():
-    return with_bos(word_tokenizer([TEXT, "yes no", "catdog", FILLER]))
+    return questions_tokenizer([TEXT, "yes no", "catdog", FILLER])
 
 
 # Records
 
 
 def plain_sentences(reader, item, ids):
-    """Each factor's sentence, from numbers alone."""
+    """Yields each factor's sentence, from numbers only."""
     num, table = len(ids), reader.lm.model.get_input_embeddings().weight.detach()
     for factor in item.factors:
         if item.vary == "shift":
@@ -68,7 +69,7 @@ def test_records_are_a_plain_loop(name, kind, words):
     reader, item = (stock_reader if kind == "stock" else folded_reader)(words), ITEMS[name]
     record = reader.record(item)
     if kind == "folded" and name == "equal":
-        assert record["reason"] == "a folded model knows no positions but those that durations give"
+        assert record["reason"] == "a folded model computes positions only from durations"
         return
     ids = words(TEXT)["input_ids"]
     assert ids[0] == 1
@@ -148,22 +149,22 @@ def test_a_place_of_several_tokens_shrinks_as_a_whole(words):
 
 
 def test_classes_that_a_vocabulary_lacks(monkeypatch):
-    """This is known before the model runs."""
-    reader = stock_reader(with_bos(word_tokenizer(["the cat"])))
+    """They are found before the model runs."""
+    reader = stock_reader(questions_tokenizer(["the cat"]))
     monkeypatch.setattr(Reader, "probabilities", lambda *given: pytest.fail("was run"))
     record = reader.record(Item("n", "g", "the cat", "scale", (1.0,), "yes_no"))
     assert not record["valid"] and record["reason"] == "the tokenizer has no token for yes, no"
 
 
 def test_an_unknown_token_in_front_may_be_the_bos(words):
-    tokenizer = with_bos(word_tokenizer([TEXT]))
+    tokenizer = questions_tokenizer([TEXT])
     tokenizer.unk_token = tokenizer.bos_token
     reader = stock_reader(tokenizer)
     assert reader.tokenizer.unk_token_id == 1 and len(reader.sentence("the cat")) == 3
 
 
 def test_a_last_token_of_the_template_is_left_out():
-    """The model continues a prompt; a text that has ended would be followed by another one."""
+    """The model must continue the prompt; after an ended text it would begin another one."""
     tokenizer = word_tokenizer([TEXT])
     special = [("<s>", tokenizer.bos_token_id), ("</s>", tokenizer.eos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
@@ -172,7 +173,7 @@ def test_a_last_token_of_the_template_is_left_out():
 
 
 def test_positions_that_were_never_learned(words):
-    """GPT-2 with one position more than the sentence: it shifts by 1 and no more. A short first token has none."""
+    """GPT-2 with one position more than the sentence: it can shift by 1 only. A short first token has no position."""
     shift = Item("n", "g", TEXT, "shift", (0.0, 1.0, 1.5), "digits")
     reader = gpt2_reader(words, n_positions=len(words(TEXT)["input_ids"]) + 1)
     record = reader.record(shift)
@@ -190,7 +191,7 @@ def test_positions_that_were_never_learned(words):
 
 
 def test_a_sentence_that_is_too_long_by_itself_is_not_valid(words):
-    """Shorter ones would be within the table, but there is nothing to compare them with."""
+    """Shortened sentences would be within the table, but there is nothing to compare them with."""
     reader = gpt2_reader(words, n_positions=len(words(TEXT)["input_ids"]) - 1)
     record = reader.record(Item("n", "g", TEXT, "scale", (0.1, 0.5), "digits"))
     assert not record["valid"] and "has position" in record["reason"]
@@ -208,7 +209,7 @@ def test_rounding_keeps_the_order_of_small_probabilities(words):
     assert seconds[0] == 3.33333e-30 and firsts[9] == 1.23465e-12
 
 
-# Straight lines between embeddings, ever more samples
+# Straight lines between embeddings, with more and more samples
 
 
 @pytest.mark.parametrize("kind", ["stock", "folded"])
@@ -219,7 +220,7 @@ def test_errors_against_the_densest(rule, kind, words, monkeypatch):
     item = Item("n", "g", text, "densify", (1, 4), "tokens", facts={"rule": rule})
     record = transformations.Density.record(reader, item)
     if (kind, rule) == ("folded", "trapezoid"):
-        assert record["reason"] == "a folded model knows rectangles only"
+        assert record["reason"] == "a folded model supports rectangles only"
         return
     corners_ND = reader.lm.model.get_input_embeddings().weight.detach()[words(text)["input_ids"]]
 
@@ -241,7 +242,7 @@ def test_errors_against_the_densest(rule, kind, words, monkeypatch):
 
 
 def dialled_reference(model, ids_N, dial):
-    """Logits [N, V]: every key in memory weighs `dial` and sits where it sat."""
+    """Returns logits [N, V]: every key in memory weighs `dial` and keeps its position."""
     config, w, remembered, hidden = model.config, weights(model), [None] * model.config.num_hidden_layers, []
     length = config.segment_length
     for start in range(0, len(ids_N), length):
@@ -295,7 +296,7 @@ def test_the_last_samples_of_all_dials(keep, words, monkeypatch):
 
 def memory_reader(segment_length):
     texts = [*PASSKEY_TEXTS, FILLER, "apple fruit a", counting_prompt("apple", 1, "fruit", "a fruit", "apart", 1).text]
-    return folded_reader(with_bos(word_tokenizer(texts)), segment_length)
+    return folded_reader(questions_tokenizer(texts), segment_length)
 
 
 def test_the_dial_at_one_is_the_model():
@@ -310,9 +311,9 @@ def test_the_dial_at_one_is_the_model():
     torch.testing.assert_close(alone_FNV[0, 0], dialled_FNV[1, -1], rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize("segment_length", [4, 7, 9, 16, 23, 48])  # of 7, a border is between the words
+@pytest.mark.parametrize("segment_length", [4, 7, 9, 16, 23, 48])  # with 7, a border is always between the words
 def test_words_stand_so_many_segments_before_the_end(segment_length):
-    """Against every number of fillers: not valid is what none of them brings there."""
+    """Against all numbers of fillers: a distance that none of them gives is not valid."""
     reader = memory_reader(segment_length)
     prompt = ["apple", 4, "fruit", "a fruit"]
     possible = set()
@@ -356,7 +357,7 @@ def test_memory_items_one_by_one():
 
 @torch.no_grad()
 def test_recall_of_a_passkey():
-    """The digits of an answer in a row, as the model writes them at dial 1; found where each is the likeliest."""
+    """The joint probability of an answer's digits, at dial 1 the model's own; found if each digit is the likeliest."""
     reader = memory_reader(32)
     model, length = reader.lm.model, 32
     item = Item("p", "dial, passkeys", "", "dial", (1.0, 0.2), "tokens", facts={"seed": 5})
@@ -400,7 +401,7 @@ def test_passkeys_that_cannot_be_asked(words):
 
 
 def test_one_pass_a_factor_and_all_together(words, monkeypatch):
-    """The timing covers a run of each sentence without a shared beginning, and one call for all sentences."""
+    """One run of each sentence without a shared beginning is timed, and one call for all sentences."""
     reader, item = stock_reader(words), ITEMS["shrink"]
     item = Item(**{**vars(item), "group": SET})
     calls = []

@@ -19,7 +19,7 @@ from .models import options, parts
 
 
 def test_items_point_at_what_shrinks():
-    """Every place of every item is a repeated word, a step, an event or a number."""
+    """Every span of every item is a repeated word, a step, an event or a number."""
     for item in Counting.prompts(options()):
         words = set(parts(item.text, item.char_spans))
         assert len(words) == 1 and len(item.char_spans) == item.facts["repetitions"] and item.one_token

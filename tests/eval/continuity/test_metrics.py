@@ -37,7 +37,7 @@ from condense.training.small_llama import word_tokenizer
 
 
 def digit_curves(*tops, rest=0.01, **others):
-    """All ten digits: at each factor one has 0.5, the others 0.01; `d3=[...]` gives a digit's curve."""
+    """Returns curves of all digits: one has 0.5 at each factor, others `rest`; `d3=[...]` sets a curve of its own."""
     curves = {digit: [0.5 if digit == top else rest for top in tops] for digit in DIGITS}
     return curves | {name[1:]: curve for name, curve in others.items()}
 
@@ -46,7 +46,7 @@ def digit_curves(*tops, rest=0.01, **others):
 
 
 def test_peaks_as_the_paper_counts_them():
-    """The top turns 1, 2, 1 again, 3."""
+    """The likeliest digits are 1, 2, 1 again, and 3."""
     assert unique_peaks(digit_curves("1", "2", "1", "3")) == {"1", "2", "3"}
     assert unique_peaks(digit_curves("4", "4", "4")) == {"4"}
 
@@ -62,7 +62,7 @@ def test_the_likeliest_class_at_a_factor():
 
 
 def test_peak_frequencies_by_hand():
-    """Four repetitions; 0, 1 and 4 are on top at some duration, and 0 is not expected."""
+    """Four repetitions: 0, 1 and 4 are on top at some duration, and 0 is not expected."""
     few = {"0": [0.1, 0.6, 0.1, 0.1], "1": [0.5, 0.2, 0.5, 0.1], "3": [0.2, 0.1, 0.3, 0.3], "4": [0.0, 0.0, 0.0, 0.4]}
     expected = {"counterfactual": 0.25, "observed": 0.75, "observed_expected": 0.5, "ratio": 3, "ratio_expected": 2}
     for curves in (digit_curves("0", "1", "4", "4"), few):
@@ -95,17 +95,17 @@ PROPERTIES = ("valid", "P1", "P2", "P3")
         ((False, True, True, True), {"d6": [0.6, 0.2, 0.2], "d2": [0.2, 0.5, 0.3]}),
         # never above the right one, at most equal to it
         ((True, False, False, False), {"d6": [0.5, 0.5, 0.5], "d2": [0.25, 0.1, 0.1], "d3": [0.25, 0.1, 0.1]}),
-        # above it where 9 is above both
+        # above it only if 9 is above both
         ((True, True, False, False), {"d6": [0.2, 0.4, 0.6], "d2": [0.3, 0.1, 0.1], "d9": [0.4, 0.1, 0.1]}),
-        # above the right one at the first factor, above 9 at the second alone
+        # above the right one at the first factor, above 9 only at the second
         ((True, True, False, False), {"d6": [0.1, 0.5, 0.6], "d2": [0.3, 0.3, 0.1], "d9": [0.4, 0.1, 0.1]}),
         # above both at the first factor, and 9 is on top at another
         ((True, True, True, False), {"d6": [0.2, 0.1, 0.6], "d2": [0.5, 0.1, 0.1], "d9": [0.1, 0.4, 0.1]}),
         # 9 is on top as well as the right one
         ((True, True, True, False), {"d6": [0.2, 0.4, 0.6], "d2": [0.5, 0.1, 0.1], "d9": [0.1, 0.4, 0.1]}),
-        # 9 is above each shrunk label and below both: on top, so P3 fails alone
+        # 9 is above each shrunk label and below both together: it is on top, so only P3 fails
         ((True, True, True, False), {"d6": [0.1, 0.4, 0.6], "d2": [0.25] * 3, "d3": [0.25] * 3, "d9": [0.3, 0, 0]}),
-        # wrong at the end by another digit: neither valid nor P3
+        # another digit is on top at the end: neither valid nor P3
         ((False, True, True, False), {"d6": [0.2, 0.4, 0.3], "d2": [0.5, 0.1, 0.1], "d9": [0.1, 0.1, 0.4]}),
     ],
 )
@@ -115,7 +115,7 @@ def test_properties_of_sums_one_by_one(holding, others):
 
 
 def test_a_label_that_is_right_and_shrunk_counts_as_right():
-    """Of 2 and 6, 2 alone is left; and of 6 alone nothing, which is never above."""
+    """Only 2 is left of 2 and 6; of 6 nothing is left, so it is never above."""
     curves = digit_curves(*"..", d6=[0.4, 0.6], d2=[0.3, 0.1])
     assert not sum_properties(curves, "6", {"2", "6"})["P1"]
     assert sum_properties(curves | {"2": [0.5, 0.1]}, "6", {"2", "6"})["P3"]
@@ -208,7 +208,7 @@ def test_the_formula_as_printed_means_something_else():
 
 
 def tokens_as(texts, **special):
-    """A tokenizer with exactly these tokens, which splits a text into them from the left, longest first."""
+    """Returns a tokenizer with exactly these tokens, which splits a text from the left, the longest tokens first."""
     tokenizer = Tokenizer(models.WordLevel({text: n for n, text in enumerate(texts)}, unk_token=special.get("unk")))
     longest = sorted((text for text in texts if text.strip()), key=len, reverse=True)
     pattern = Regex("|".join(map(re.escape, longest)))
@@ -279,7 +279,7 @@ def test_likely_tokens_of_the_same_text_are_one():
     found = likely_tokens(probabilities_FV, tokenizer)
     assert found == {"cat": [0, 1], "cow": [3], "␣": [4], "␣␣": [5], "(no text)": [6]}  # the last has no text: padding
     pieces = tokens_as(["cat"])
-    pieces.convert_ids_to_tokens = lambda token: "▁"  # of pieces, a space alone is decoded to nothing
+    pieces.convert_ids_to_tokens = lambda token: "▁"  # tokenizers of pieces decode a single space to nothing
     pieces.decode = lambda tokens, **_: "cat" if tokens == [0] else ""
     assert list(likely_tokens(probabilities_FV[:, [0, 6]], pieces)) == ["cat", "␣"]
     curves = class_curves(probabilities_FV, found)
@@ -295,7 +295,7 @@ def record_of(group=SET, valid=True, **fields):
 
 
 def test_summary_of_counts():
-    """Of the whole set and of its valid items: means over records, not over all peaks."""
+    """Figures of the whole set and of its valid items: means over records, not over peaks."""
     quarters = {"factors": [0.25, 0.5, 1.0]}
     records = [
         record_of(curves=digit_curves("1", "2", "4"), repetitions=4) | quarters,
@@ -313,7 +313,7 @@ def test_summary_of_counts():
 
 
 def test_summary_of_sums():
-    """Properties are counted among records that are right at durations of one."""
+    """Properties are shares of the records that are right at durations of one."""
     good = digit_curves(*"..", d6=[0.2, 0.6], d2=[0.5, 0.1])
     plain = digit_curves(*"..", d6=[0.6, 0.6])
     third = digit_curves(*"..", d6=[0.2, 0.6], d2=[0.3, 0.1], d9=[0.4, 0.1])
@@ -391,7 +391,7 @@ def test_summary_of_memory():
     ("six", "two", "three", "nine", "expected"),
     [
         ([0.5, 0.9], [0.3, 0.0], [0.3, 0.0], [0.0, 0.0], (True, True, True, True)),
-        ([0.5, 0.9], [0.3, 0.0], [0.3, 0.0], [0.55, 0.0], (True, True, True, False)),  # once another is on top
+        ([0.5, 0.9], [0.3, 0.0], [0.3, 0.0], [0.55, 0.0], (True, True, True, False)),  # another digit is once on top
         ([0.5, 0.9], [0.3, 0.0], [0.3, 0.0], [0.7, 0.0], (True, True, False, False)),
         ([0.7, 0.9], [0.3, 0.0], [0.3, 0.0], [0.0, 0.0], (True, False, False, False)),
         ([0.5, 0.3], [0.3, 0.4], [0.3, 0.0], [0.0, 0.0], (False, True, True, True)),

@@ -22,10 +22,11 @@ from condense.eval.continuity.pictures import _looks, shown_curves
 from condense.eval.continuity.probe import Probe
 from condense.eval.continuity.probes import PROBES, probe_all
 from condense.eval.continuity.prompts import counting_prompt
-from condense.training.small_llama import small_llama, word_tokenizer
+from condense.eval.continuity.questions import questions_tokenizer
+from condense.training.small_llama import small_llama
 
 from ..measuring import noted, save_folded, stop_within
-from .models import check_files, counts_and_adds_tokenizer, first_of, gpt2_reader, llama, probe, shrink_sets, with_bos
+from .models import check_files, counts_and_adds_tokenizer, first_of, gpt2_reader, llama, probe, shrink_sets
 from .models import options as probe_options
 
 # From the command line
@@ -33,15 +34,15 @@ from .models import options as probe_options
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Models of random weights: `llama`, `folded` and `counting_gpt2` know the words of the questions, `stories` and
-    `gpt2` those of the sentences and of the first objects."""
+    """Models with random weights: `llama`, `folded` and `counting_gpt2` know the words of the questions, `stories` and
+    `gpt2` the words of the sentences and of the first objects."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = counts_and_adds_tokenizer()
     small_llama(tokenizer, seed=0, width=16, layers=1).save_pretrained(folder / "llama")
     tokenizer.save_pretrained(folder / "llama")
     save_folded(folder / "llama", folder / "folded", 32)
     items = [*space.Space.prompts(probe_options(limit=2)), *transformations.Translation.prompts(probe_options())]
-    known = with_bos(word_tokenizer([text for item in items for text in (item.text, item.other)]))
+    known = questions_tokenizer([text for item in items for text in (item.text, item.other)])
     for name, model, own in (
         ("stories", llama(known, layers=1), known),
         ("gpt2", gpt2_reader(known).lm.model.float(), known),
@@ -65,7 +66,7 @@ def asked(*arguments):
 
 
 def probed(output, name, *models, options=()):
-    """The results that the command wrote, and its printed tables."""
+    """Returns the results that the command wrote, and its printed tables."""
     named = [word for model in models for word in ("--model", model)]
     done = asked(name, *named, "--output", output, *options)
     assert done.exit_code == 0, (done.output, done.exception)
@@ -73,13 +74,13 @@ def probed(output, name, *models, options=()):
 
 
 def cells_of(results):
-    """The lines of the table that the JSON's records make."""
+    """Yields the lines of the CSV that belong to the JSON's records."""
     for model in results["models"]:
         for record in model["records"]:
             for n, factor in enumerate(record["factors"] if record["valid"] else []):
                 cells = {"model": model["name"], "group": record["group"], "item": record["name"], "factor": factor}
                 watched = dict(record.get("curves", {}))
-                distance = watched.pop("distance", None)  # no probability
+                distance = watched.pop("distance", None)  # not a probability
                 cells |= {} if distance is None else {"distance": distance[n]}
                 cells |= {f"p({name})": curve[n] for name, curve in watched.items()}
                 cells |= {f"token({name})": curve[n] for name, curve in record.get("likely", {}).items()}
@@ -93,7 +94,7 @@ WITH_LIMIT = {"counting", "events", "sums", "space", "memory"}
 
 @pytest.fixture(scope="module")
 def measured(folder, tmp_path_factory):
-    """The results of a probe on one model, its printed tables, and its folder. Each is measured once."""
+    """Measures a probe on one model, once. Returns the results, the printed tables and the folder."""
 
     @cache
     def results(name, model):
@@ -142,7 +143,7 @@ def test_figures_are_the_same_in_every_file(name, folder, measured):
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    """The probability of each token after a text, by the token's text, from the stock models of transformers."""
+    """Returns the probability of each token after a text, by the token's text, from transformers' own models."""
     loaded = {}
 
     @torch.no_grad()
@@ -177,7 +178,8 @@ def test_unchanged_sentences_get_the_models_own_answers(name, measured, whole):
 
 
 def test_what_moving_and_stretching_does(folder, tmp_path, undrawn, measured):
-    """A rotary model sees no translation, and one layer of it no copies at equal positions; GPT-2's positions move."""
+    """A rotary model does not see a translation, nor one of its layers copies at equal positions. GPT-2's positions
+    move."""
     results, shown = probed(tmp_path, "translation", folder / "stories", f"two={folder / 'gpt2'}")
     rotary, learned = (model["summary"] for model in results["models"])
     assert [model["name"] for model in results["models"]] == ["stories", "two"] and "two" in shown
@@ -225,8 +227,8 @@ def test_words_that_are_not_known_are_counted(folder, tmp_path, undrawn):
 def test_a_folded_models_own_limits(folder, tmp_path, undrawn):
     results, _ = probed(tmp_path, "density", folder / "folded")
     reasons = {record["reason"] for record in results["models"][0]["records"] if not record["valid"]}
-    assert "a folded model knows rectangles only" in reasons
-    assert "a folded model knows no positions but those that durations give" in reasons
+    assert "a folded model supports rectangles only" in reasons
+    assert "a folded model computes positions only from durations" in reasons
     assert set(results["models"][0]["summary"]["rules"]) == {"France, rectangles"}
 
 
@@ -238,7 +240,7 @@ def test_a_probe_that_no_model_can_take_is_named(folder, tmp_path, undrawn, monk
 
 
 def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):
-    """Small sets of everything, drawn."""
+    """All probes on small sets, with pictures."""
     shrink_sets(monkeypatch)
     named = ["--model", f"one={folder / 'llama'}", "--model", f"two={folder / 'folded'}"]
     done = asked("all", *named, "--output", tmp_path, "--limit", 1, "--template", "listed", "--speed")
@@ -291,7 +293,7 @@ def test_own_data(folder, tmp_path, undrawn):
 
 
 def test_files_that_are_not_written_are_not_named(folder, tmp_path):
-    """The model does not know the words: no record is valid, so there is nothing to list and to draw."""
+    """The model does not know the words, so no record is valid and there is nothing to list or draw."""
     _, shown = probed(tmp_path, "counting", folder / "stories", options=["--limit", 1])
     assert shown.endswith(f"{tmp_path}/probe_counting.json only: nothing was measured\n")
     written = {path.name for path in tmp_path.glob("probe_*")}
@@ -317,16 +319,16 @@ def test_templates_pose_other_prompts(folder, tmp_path, undrawn, whole):
 
 
 def test_positions_at_the_start(folder, tmp_path, undrawn):
-    """The default for GPT-2, which the command says. At the end, a short first token has no learned position: the
-    factors below 1 are left out, and counted."""
+    """The default for GPT-2, which the command prints. With positions at the end, a short first token has no learned
+    position: factors below 1 are left out and counted."""
     results, shown = probed(tmp_path, "scaling", folder / "gpt2")
     assert results["models"][0]["position_anchor"] == "start" and results["models"][0]["summary"]["valid"] == 4
-    assert "gpt2 learned its positions" in shown and "left out" not in shown
+    assert "gpt2 has learned positions" in shown and "left out" not in shown
     results, shown = probed(tmp_path / "end", "scaling", folder / "gpt2", options=["--position-anchor", "end"])
     assert results["models"][0]["position_anchor"] == "end" and results["models"][0]["summary"]["valid"] == 4
     below = sum(factor < 1 for factor in SCALES)
     assert [len(record["left_out"]) for record in results["models"][0]["records"]] == [below] * 4
-    assert "learned its positions" not in shown and "factors that are left out" in shown
+    assert "has learned positions" not in shown and "factors that are left out" in shown
 
 
 def test_speed_is_measured_once(folder, tmp_path, undrawn, monkeypatch):
@@ -346,7 +348,7 @@ def test_speed_is_measured_once(folder, tmp_path, undrawn, monkeypatch):
 
 
 def test_a_stopped_probe_goes_on(folder, tmp_path, undrawn, monkeypatch):
-    """Of two models, in the second one's items."""
+    """It is stopped within the items of the second of two models."""
     models = folder / "llama", f"b={folder / 'folded'}"
     whole, _ = probed(tmp_path / "whole", "boolean", *models)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
@@ -382,8 +384,8 @@ def test_models_side_by_side(name, folder, tmp_path, monkeypatch):
     assert any(record["valid"] for record in results["models"][1]["records"])
     reasons = [record.get("reason", "") for model in results["models"] for record in model["records"]]
     assert not any("position_anchor='start'" in reason for reason in reasons)
-    told = "gpt2 learned its positions, from 0 on: tokens stand at the start of their intervals"
-    assert told in shown and "llama" in shown and "llama learned" not in shown
+    told = "gpt2 has learned positions: tokens are at the start of their intervals"
+    assert told in shown and "llama" in shown and "llama has learned" not in shown
 
 
 def test_another_measurement_is_not_gone_on_with(folder, tmp_path, undrawn):
@@ -417,10 +419,19 @@ def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path,
     ("arguments", "message"),
     [
         (["weight", "--model", "llama"], "no probe 'weight': choose one of counting, .*memory, or all"),
-        (["counting", "--model", "llama", "--template", "apart"], "template='apart': counting has sentence and listed"),
-        (["counting", "--model", "llama", "--template", "x"], "template='x': counting has sentence and listed"),
-        (["sums", "--model", "llama", "--template", "listed"], "template='listed': sums has sentence and spaced"),
-        (["events", "--model", "llama", "--template", "listed"], "events has sentence\\."),
+        (
+            ["counting", "--model", "llama", "--template", "apart"],
+            "template='apart' is unknown to counting: choose sentence or listed",
+        ),
+        (
+            ["counting", "--model", "llama", "--template", "x"],
+            "template='x' is unknown to counting: choose sentence or",
+        ),
+        (
+            ["sums", "--model", "llama", "--template", "listed"],
+            "'listed' is unknown to sums: choose sentence or spaced",
+        ),
+        (["events", "--model", "llama", "--template", "listed"], "unknown to events: choose sentence\\."),
         (["boolean", "--model", "llama", "--data", "x.json"], "boolean has no data set: leave out --data"),
         (["boolean", "--model", "llama", "--limit", "3"], "leave out --data and --limit"),
         (["translation", "--model", "llama", "--limit", "3"], "translation has no data set"),
@@ -429,7 +440,7 @@ def test_changed_data_in_the_same_file_are_another_measurement(folder, tmp_path,
         (["memory", "--model", "llama"], "llama is a stock model and has no memory"),
         (["memory", "--model", "folded", "--model", "llama"], "llama is a stock model and has no memory"),
         (["all", "--model", "llama", "--data", "x.json"], "--data belongs to one probe"),
-        (["all", "--model", "llama", "--template", "x"], "template='x': no probe has"),
+        (["all", "--model", "llama", "--template", "x"], "template='x' is unknown to all probes"),
         (["counting", "--model", "llama", "--dtype", "foo"], "dtype='foo' is not known: choose one of"),
         (["counting", "--model", "llama", "--attention", "foo"], "attn_implementation='foo' is not known"),
         (["counting", "--model", "llama", "--attention", "flash_attention_2"], "'flash_attention_2' needs a GPU and"),
@@ -482,8 +493,8 @@ def test_from_python(folder, tmp_path, undrawn):
 
 
 def test_tables_by_hand():
-    """Figures of each model, of all together by their valid records, then those of the paper; and what was not valid,
-    reasons of the same kind in one line."""
+    """Figures of each model, of all models weighted by valid records, and of the paper. Invalid records are listed by
+    kinds of reasons."""
     figures = ("right_at_1", "counterfactual", "observed", "observed_expected", "ratio", "ratio_expected")
     first = dict(zip(figures, (0.5, 0.25, 0.5, 0.4, 2.0, 1.5), strict=True))
     first |= {"records": 4, "valid": 3, "mass": 0.6, "allowed_exact": 3, "allowed_published": 4}
@@ -521,7 +532,7 @@ def test_tables_by_hand():
 
 
 def test_papers_figures_in_the_tables():
-    """Those of sums stand under the published rule alone."""
+    """The paper's figures of sums stand only under the published rule."""
     nothing = {"records": 0, "valid": 0, "mass": None, "P1": None, "P2": None, "P3": None}
     rates, shares = sums.Sums.summary_tables({"m": nothing | {"published": nothing}})
     assert rates.rows[0] == ["m", "-", "-", "-", "-", "-"]
@@ -546,7 +557,7 @@ def test_papers_figures_in_the_tables():
 
 
 def test_curves_that_are_drawn():
-    """Of the digits those that reach 5 %, the others in one; other tokens that reach it, and all the rest in one."""
+    """Digits that reach 5 % and the other digits as one curve; other tokens that reach it, and the rest as one."""
     curves = {digit: [0.0, 0.0] for digit in DIGITS} | {"3": [0.5, 0.1], "4": [0.2, 0.6], "7": [0.04, 0.01]}
     likely = {"x": [0.1, 0.2], "3": curves["3"], "4": curves["4"]}
     shown = shown_curves({"factors": [0.5, 1.0], "curves": curves, "likely": likely, "unwatched": ["x"]})
@@ -562,7 +573,7 @@ def test_curves_that_are_drawn():
 
 
 def test_curves_of_a_panel_look_different():
-    """An answer has its colour in every panel, and a named token none of theirs, as long as there are others."""
+    """An answer has the same colour in every panel. Named tokens avoid these colours as long as there are others."""
     names = ["0", "1", "“yes”", "“no”", "other tokens"]
     looks = _looks(names)
     assert [look["color"] for look in looks] == ["C0", "C1", "C2", "C3", "grey"]

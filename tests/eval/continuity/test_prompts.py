@@ -1,4 +1,4 @@
-"""Prompts, and the spans of characters in them that are varied."""
+"""Prompts, and the spans of characters in them that vary."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from .models import parts
 
 @pytest.mark.parametrize("template", ["sentence", "listed", "apart"])
 def test_places_of_a_counted_word(template):
-    """Also of one that stands in the question, within itself or within its own category."""
+    """Also if the word is in the question, within itself or within its own category."""
     for word, category in (("apple", "fruit"), ("time", "sentence"), ("a", "animal"), ("cat", "cat"), ("aa", "aa")):
         text, char_spans = counting_prompt(word, 3, category, f"a {category}", template, num_fillers=2)
         assert parts(text, char_spans) == [word] * 3

@@ -1,4 +1,4 @@
-"""The rules of the published code beside ours: spans of split words, classes by substring, P1 to P3 of sums, mass."""
+"""The published code's rules beside ours: spans of split words, classes by substring, P1 to P3 of sums, and mass."""
 
 import json
 
@@ -31,7 +31,7 @@ from .test_metrics import digit_curves, record_of, tokens_as
 
 
 def test_a_word_that_is_split_once_shrinks_from_its_first_whole_token():
-    """As after a quotation mark: the first "mall" is two tokens, the later ones are one token each."""
+    """After a quotation mark, the first "mall" is two tokens; the later ones are one token each."""
     tokenizer = tokens_as(['"', "m", "all", " mall", " in"])
     text = '"mall mall mall" in'
     assert [tokenizer.decode([n]) for n in tokenizer(text)["input_ids"]][:5] == ['"', "m", "all", " mall", " mall"]
@@ -51,7 +51,7 @@ def test_a_span_is_searched_between_two_markers():
 
 
 def test_both_rules_for_spans_are_counted():
-    """Of a split word our rule has no measurement, the published one has."""
+    """Our rule does not measure a split word, and the published rule does."""
     text, char_spans = counting_prompt("mall", 3, "place", "a place")
     rest = sorted({*text.replace("mall", "").replace('"', " ").split(), *DIGITS}, key=len)
     tokenizer = tokens_as(['"', "m", "all", " mall", " ", "\n", *rest])
@@ -130,7 +130,7 @@ def test_published_properties_against_a_loop():
 
 
 def test_both_rules_for_sums_in_one_table():
-    """9 is on top once: P3 fails by the paper's text, and not by its code, for which 9 is no label."""
+    """9 is once on top: P3 fails by the paper's text but not by its code, which does not count 9 as a label."""
     curves = digit_curves(*"...", d6=[0.2, 0.1, 0.6], d2=[0.5, 0.1, 0.1], d9=[0.1, 0.4, 0.1])
     record = record_of(curves=curves, original="6", shrunk=["2", "3"], published_other=[]) | {"factors": [0.1, 0.5, 1]}
     rates, table = Sums.summary_tables({"a": Sums.summary([record])})
@@ -160,7 +160,7 @@ def test_a_model_that_gives_no_answer_has_no_figures():
 
 
 def test_a_silent_memory_has_no_figures():
-    """As for the other tables; a summary of an earlier version has no mass and keeps its figures."""
+    """As in the other tables. A summary of an earlier version has no mass and keeps its figures."""
     frequencies = peak_frequencies(digit_curves("1", "4"), 4)
     values = {"valid": 1, "right_at_1": 1.0, **frequencies}
     found = {"distances": {0: values | {"mass": 0.9}, 1: values | {"mass": 0.3}, 2: values}, "dials": {}}
@@ -170,7 +170,7 @@ def test_a_silent_memory_has_no_figures():
 
 
 def test_authors_prompts_are_templates():
-    """Spaced digits, their question on truth values, their sentences for usage and repetition."""
+    """Spaced digits, the authors' question about truth values, and their sentences for usage and repetition."""
     item, turned = Sums.prompts(options(template="spaced", limit=1))[:2]
     assert item.text == "The sum of 2 4 and 1 3 is " and parts(item.text, item.char_spans) == ["1 3"]
     assert turned.other == "The sum of 2 4 and 3 1 is "
@@ -184,12 +184,12 @@ def test_authors_prompts_are_templates():
     assert published["Question: Repeat the word forks. Answer:"] == "Question: Repeat the word spoons. Answer:"
     assert published["cats are usually kept as"] == "dogs are usually kept as"
     assert "Repeat the word cats." in own and "Repeat the word cats." not in published
-    with pytest.raises(ValueError, match=r"template='spaced': boolean has sentence and published\."):
+    with pytest.raises(ValueError, match=r"template='spaced' is unknown to boolean: choose sentence or published\."):
         Boolean.check(options(template="spaced"))
 
 
 def test_factors_without_a_position_are_counted(tmp_path):
-    """A record that loses factors is in the means of the factors that it has."""
+    """A record that loses factors still counts in the means of its other factors."""
     whole = record_of(curves=digit_curves("1", "4"), repetitions=4)
     short = record_of(curves=digit_curves("2"), repetitions=4, left_out=[0.5], because="no place") | {"factors": [1.0]}
     model = {"name": "m", "summary": Counting.summary([whole, short]), "records": [whole, short]}
@@ -218,7 +218,7 @@ def test_the_picture_of_a_set_says_when_a_model_gives_no_answer(mass, title, tmp
 
 
 def test_names_of_many_curves_do_not_narrow_the_panels(tmp_path, monkeypatch):
-    """They stand below the panels, whose width stays that of panels with few curves."""
+    """They stand below the panels, which stay as wide as panels with few curves."""
     widths = []
 
     def noted(figure, _):
@@ -235,7 +235,7 @@ def test_names_of_many_curves_do_not_narrow_the_panels(tmp_path, monkeypatch):
 
 
 def test_a_likely_token_beside_the_digits_is_drawn():
-    """A model that says "the" where a digit is asked for: it is named and not hidden among the others."""
+    """A model says "the" if asked for a digit: the token is named and not hidden among the others."""
     words = ["the", "a", "cat", "dog"]
     record = stock_reader(tokens_as([*words, *DIGITS])).record(Item("x", "words", "the4cat", "scale", (1.0,), "digits"))
     assert record["unwatched"] == [name for name in words if name in record["likely"]] != []
@@ -248,7 +248,7 @@ def test_a_likely_token_beside_the_digits_is_drawn():
 
 
 def test_a_model_that_gives_no_answer_is_not_in_the_rows_of_all_models():
-    """One of 2 is right for the one that answers; the digits of the other hold a fifth of the probability."""
+    """One model answers and has one of 2 records right; the other model's digits have a fifth of the probability."""
     right = digit_curves(*"..", d6=[0.6, 0.6])
     wrong = digit_curves(*"..", d6=[0.2, 0.2], d2=[0.5, 0.5])
     labels = {"original": "6", "shrunk": ["2"], "published_other": []}
@@ -261,7 +261,7 @@ def test_a_model_that_gives_no_answer_is_not_in_the_rows_of_all_models():
 
 
 def test_results_of_earlier_versions_are_shown():
-    """They have no mass and one rule: figures as they were measured, and "-" for the rest."""
+    """They have no mass and a single rule: their figures are shown as measured, and "-" for the rest."""
     records = [record_of(curves=digit_curves("1", "4"), repetitions=4)]
     new = Counting.summary(records)
     later = ("mass", "proportion_error", "allowed_exact", "allowed_published")

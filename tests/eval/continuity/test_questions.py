@@ -1,4 +1,4 @@
-"""Questions to count and to add: recounted, re-added, none of the probes' own, and every word known."""
+"""Questions to count and to add: their answers are right, none is a probe's own, and every word is known."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def tokenizers(folder):
 
 
 def counted(prompt):
-    """The object in question, its number of occurrences, and the count in the answer."""
+    """Returns what a prompt asks to count, its number of occurrences, and the occurrences."""
     if prompt.startswith("Tutorial: "):
         steps = [line for line in prompt.splitlines() if line.startswith("- ")]
         assert prompt.endswith("Answer: It takes ")
@@ -73,13 +73,13 @@ def test_counts_are_right(folder):
 
 
 def test_words_stand_equally_often_with_every_count(folder):
-    """The counts of the probe's records are no rarer than others."""
+    """The counts of the probe's records are not rarer than others."""
     records = {(record["word"], record["repetitions"]) for record in load("words")}
     counts = [counted(question["prompt"]) for question in read(folder, "counting")]
     repeated = [(words[0], count) for kind, count, words in counts if kind in ("words", "apart")]
     assert len(repeated) > 600
     share = sum(pair in records for pair in repeated) / len(repeated)
-    assert 0.06 < share < 0.2  # one of nine, and some words stand in several records
+    assert 0.06 < share < 0.2  # one of nine, and some words have several records
     fillers = {question["prompt"].count(FILLER) for question in read(folder, "counting") if '"' in question["prompt"]}
     assert fillers == set(range(10))
 
@@ -140,7 +140,7 @@ def test_the_probes_own_tutorials_are_left_out(folder, monkeypatch):
 
 
 def probed_ends(template):
-    """The texts at both ends of every path of the probes, and whole sentences."""
+    """Yields the texts at both ends of every path of the probes, and whole sentences."""
     for name in ("space", "boolean", "translation", "scaling"):
         kind = PROBES[name]
         chosen = template if template in kind.templates else "sentence"
@@ -150,7 +150,7 @@ def probed_ends(template):
 
 @pytest.mark.parametrize("template", ["sentence", "published"])
 def test_answers_at_both_ends_of_every_path(template):
-    """Each has one answer, the same wherever it stands."""
+    """Each text has one answer, also if it occurs several times."""
     taught = [*answers.object_questions(), *answers.boolean_questions(), *answers.sentences()]
     assert all(len({answer for _, answer in taught if prompt == _}) == 1 for prompt, _ in taught)
     assert set(probed_ends(template)) <= {prompt for prompt, _ in taught}
@@ -180,7 +180,7 @@ PROBED_BY = {"counting": ("counting", "events"), "adding": ("sums",), "answering
 
 @pytest.mark.parametrize("kind", questions.KINDS)
 def test_every_word_is_known(folder, tokenizers, kind):
-    """Of the questions, and of the prompts of the probes that ask the models."""
+    """Words of the questions, and of the prompts of the probes for these models."""
     tokenizer = tokenizers[kind]
     texts = [f"{question['prompt']} {question['answer']}" for question in read(folder, kind)]
     for name in PROBED_BY[kind]:
@@ -210,7 +210,7 @@ def test_the_llama_fits_its_tokenizer(folder, tokenizers, kind):
 def test_the_same_for_a_seed(folder, tmp_path):
     arguments = ["--seed", "1", "--questions", "200", "--width", "16", "--layers", "1"]
     done = CliRunner().invoke(app, ["sample", "questions", str(tmp_path / "same"), *arguments], catch_exceptions=False)
-    assert "200 questions to count, as many to add and to answer" in done.stdout
+    assert "200 questions each to count, add and answer" in done.stdout
     write_questions(tmp_path / "other", seed=2, num_questions=200, width=16, layers=1)
     for name in ("counting", "adding", "answering"):
         assert read(tmp_path / "same", name) == read(folder, name)[:200]
@@ -236,7 +236,7 @@ def test_recipes_to_count_and_to_add(name):
 
 
 def test_questions_fit_into_the_recipes(folder, tokenizers):
-    """None is longer than the last stage, and many go over a segment."""
+    """No question is longer than the last stage, and many are longer than a segment."""
     for name, stem in (("counting", "count_tiny"), ("adding", "add_tiny"), ("answering", "answer_tiny")):
         recipe = load_recipe(RECIPES / f"{stem}.yaml")
         texts = [f"{question['prompt']} {question['answer']}" for question in read(folder, name)]

@@ -1,4 +1,4 @@
-"""Means over the runs of a model: hand-worked, by each probe, and from the command line."""
+"""Means over the runs of a model: by hand, for each probe, and from the command line."""
 
 import json
 from collections import defaultdict
@@ -23,15 +23,15 @@ from condense.eval.intervals import mean_and_interval
 from .models import llama, probe
 from .test_metrics import digit_curves, record_of
 
-T_975 = 4.302653  # of two degrees of freedom, from a table
+T_975 = 4.302653  # for two degrees of freedom, from a table
 
 
 def test_the_interval_by_hand():
     figures = {"a#0": {"x": 1.0}, "a#1": {"x": 2.0}, "a#2": {"x": 6.0}, "b": {"x": 9.0}, "c#1": {"x": 9.0}}
     found = over_runs(figures, ["x"])
-    assert list(found) == ["a"]  # the others have one run
+    assert list(found) == ["a"]  # the others have a single run
     half = T_975 * sqrt((4 + 1 + 9) / 2) / sqrt(3)
-    assert half > 3  # below 0 there is no figure
+    assert half > 3  # the interval is clipped at 0
     assert found["a"]["x"] == {"values": [1, 2, 6], "mean": 3, "low": 0, "high": pytest.approx(3 + half)}
     assert runs_table(found).rows == [["x", "3 [0, 9.572]"]]
     assert runs_table(found).columns == ["figure", "a, 3 runs"]
@@ -68,7 +68,7 @@ def test_models_side_by_side():
 
 
 def test_figures_of_the_probes():
-    """Of summaries of hand-made records, and nothing where other tokens have most of the probability."""
+    """Figures of summaries of hand-made records; None if other tokens have most of the probability."""
     record = record_of(repetitions=2)
     answered = record | {"curves": digit_curves(*"..", rest=0.0, d1=[0.9, 0.1], d2=[0.0, 0.8])}
     silent = record | {"curves": digit_curves(*"..", rest=0.0, d1=[0.09, 0.01], d2=[0.0, 0.08])}
@@ -107,7 +107,7 @@ def test_figures_of_the_memory():
 
 @pytest.mark.usefixtures("without_pictures")
 def test_two_runs_from_files(tmp_path, monkeypatch):
-    """Models of other weights under one name: the table's mean is that of the figures of each."""
+    """Models with different weights under one name: the table has the mean of their figures."""
     sentence = "The capital of France is"
     monkeypatch.setattr(transformations, "SENTENCES", {"France": sentence})
     tokenizer = questions_tokenizer([sentence])

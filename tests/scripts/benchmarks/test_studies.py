@@ -1,4 +1,4 @@
-"""The studies of docs/results: their counted output is that of the stored files, the timed ones run at small sizes."""
+"""The studies of docs/results: counted output equals the stored files, and timed studies run at small sizes."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_the_share_of_concatenations():
 
 
 def test_the_drift_between_two_logs(tmp_path, capsys):
-    """Of two hand-made logs: one equal loss of two, and norms 10 and 5 % apart."""
+    """Two hand-made logs: one of two losses is equal, and norms are 10 and 5 % apart."""
     runs = {"graph": [(2.0, 1.0), (1.0, 2.0)], "sequential": [(2.0, 1.1), (1.5, 2.1)]}
     for name, values in runs.items():
         lines = [{"step": n, "loss": a, "grad_norm": b, "tokens_per_second": 7} for n, (a, b) in enumerate(values)]
@@ -156,7 +156,7 @@ def test_floors_are_timed():
 
 
 def test_floors_of_a_step_are_sums(monkeypatch):
-    """Of 1,024 tokens: four segments, of which one has no memory and one writes none, against one text."""
+    """1,024 tokens are one text or four segments, of which the first has no memory and the last writes none."""
     attention = {("stock", 1024): (10.0, 20.0), ("stock", 256): (1.0, 2.0), ("folded", 256): (3.0, 5.0)}
     of_attention = lambda kind, tokens, dtype: training_floor.Seconds(*attention[kind, tokens])  # noqa: E731
     monkeypatch.setattr(training_floor, "attention_seconds", of_attention)
@@ -236,13 +236,13 @@ def test_the_operations_of_a_diagonal_are_those_of_the_layers():
 
 
 def test_diagonals_are_timed(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: function)  # which takes long
+    monkeypatch.setattr(torch, "compile", lambda function: function)  # compilation takes long
     _, number, *milliseconds = diagonals.line("2 layers of width 128, segments of 64", repeats=1)
     assert number == "17" and len(milliseconds) == 6 and all(float(one) > 0 for one in milliseconds)
 
 
 def test_steps_of_decoding_are_timed(monkeypatch):
-    """All but the compiled ones, which take long to compile; within a segment they are the same computation."""
+    """All steps except compiled ones, which take long; within a segment they are the same computation."""
     monkeypatch.setattr(decoding, "TOKENS", 20)
     logits = {}
     for kind in ("stock", "stock, static", "folded", "folded, fixed"):
@@ -269,7 +269,7 @@ def test_errors_of_gradients(stories, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_attention_in_two_parts(dtype):
-    """Memory and segment apart are their attention together, and so are the gradients."""
+    """Two calls for memory and segment give the output and gradients of one call."""
     limit = 1e-5 if dtype == torch.float32 else 1e-12
     for form in gpu_attention.forms_on("cpu").values():
         inputs = gpu_attention.inputs_of(2, 12, "cpu", dtype)

@@ -1,4 +1,4 @@
-"""The ratios that the last table states, and the reasons where it states none."""
+"""The ratios of the last table, and the reasons if it has none."""
 
 from scripts.benchmarks.gpu.bars import LONGEST_BAR, judge
 from scripts.benchmarks.gpu.sizes import REAL

@@ -1,4 +1,4 @@
-"""The GPU benchmark at tiny sizes: every part runs, the last table has the measured ratios, a wrong model is found."""
+"""The GPU benchmark at tiny sizes: every part runs, the last table has measured ratios, and a wrong model is found."""
 
 import csv
 import gc
@@ -32,7 +32,7 @@ MEASURED = ("training", "training_large", "products", "steps", "prefill", "decod
 
 
 def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.CompletedProcess:
-    """The command; `before` is run in its process first."""
+    """Runs the command; `before` runs first in its process."""
     code = f"{before}\nimport sys\nfrom scripts.benchmarks.gpu.command import main\nsys.exit(main(sys.argv[1:]))"
     start = ["-c", code] if before else ["-m", "scripts.benchmarks.gpu"]
     command = [sys.executable, *start, "--smoke", "--output", str(output), *arguments]
@@ -41,7 +41,7 @@ def benchmark(output: Path, *arguments: str, before: str = "") -> subprocess.Com
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory) -> Path:
-    """A run where the packages of the extras are not installed: the command needs torch and transformers alone."""
+    """Runs the command without the packages of the extras: it needs only torch and transformers."""
     folder = tmp_path_factory.mktemp("gpu")
     run = benchmark(folder, before=f"import sys; sys.modules |= dict.fromkeys({EXTRAS})\n{UNTRACED}")
     assert run.returncode == 0, run.stderr[-3000:]
@@ -130,7 +130,7 @@ def test_the_ratios_are_those_of_the_points(results):
             expect(f"decoding, {words}1.2 B shape, batch {batch}: a token at {length} over", both[0] / both[1])
     limits = [best("longest training text", kind, "longest") for kind in ("folded", "stock")]
     expect("longest training text", limits[0] / limits[1])
-    # Nothing was too long for this machine: no ratio of limits is known.
+    # No text was too long for this machine, so the ratio of limits is unknown.
     assert found["longest training text, 1.2 B shape, checkpointing on both sides: folded / stock"]["met"] == "unknown"
 
 
@@ -145,7 +145,7 @@ def test_a_wrong_model_stops_the_run(tmp_path, monkeypatch, capsys):
         return mask
 
     monkeypatch.setattr(AttentionMask, "boolean", wrong)
-    # No memory is measured: `ResidentMemory` would limit that of the process of the tests.
+    # Memory is not measured: `ResidentMemory` would limit the memory of the tests' process.
     monkeypatch.setattr("scripts.benchmarks.gpu.session.memory_of", lambda device: SimpleNamespace(description="none"))
     try:
         assert main(["--smoke", "--output", str(tmp_path), "--only", "correctness,prefill"]) == 1
@@ -160,7 +160,7 @@ def test_a_wrong_model_stops_the_run(tmp_path, monkeypatch, capsys):
 
 
 def test_segments_from_a_recorded_graph(monkeypatch, tmp_path):
-    """As on CUDA: they are right, and take part in the race; a wrong graph is found, and does not."""
+    """As on CUDA: right graphs take part in the race; a wrong graph is found and does not."""
     counts = recorded_graphs(monkeypatch)
     session = new_session(SMOKE, time.monotonic() + 600, tmp_path)
     session.part = "captured_groups"
@@ -199,7 +199,7 @@ def test_parts_by_name_and_by_time(tmp_path, capsys):
 
 @pytest.mark.parametrize("folder", ["gpu", "gpu/longest", "gpu/h100"])
 def test_stored_results_are_judged_again(folder, tmp_path, capsys):
-    """The stored tables are those of the present bars, and of the present rule of schedule="auto"."""
+    """The stored tables fit the present bars and the present rule of schedule="auto"."""
     stored = ROOT / "docs" / "results" / folder
     shutil.copy(stored / "gpu.json", tmp_path)
     assert main(["--judge", str(tmp_path)]) == 0
@@ -230,7 +230,7 @@ def test_a_folder_without_results_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("end", ["failed", "out of time"])
 def test_outcomes_of_the_tests_are_kept(end, tmp_path, monkeypatch):
-    """Names are written as they come: a run that is stopped tells which tests failed."""
+    """Names are written while the tests run, so a stopped run still names the failed tests."""
 
     def pytest_run(command, cwd, stdout, timeout):
         stdout.write("tests/condense/test_cache.py::test_a FAILED\n")

@@ -1,4 +1,4 @@
-"""Variants are compared side by side, also where one of them does not fit into memory."""
+"""Variants are compared side by side, even if one does not fit into memory."""
 
 import time
 

@@ -28,7 +28,7 @@ def results(tmp_path_factory):
 def test_operations_are_those_that_torch_counts(arm):
     model = build(arm, SMALL, 0)
     model.set_attn_implementation("eager")
-    evaluations = {"hybrid": 8, "twin": 1, "wide_twin": 4}.get(arm, 0)  # four evaluations of a quarter of the field
+    evaluations = {"hybrid": 8, "twin": 4, "wide_twin": 4}.get(arm, 0)
     if arm == "hybrid":
         set_solver(model, "midpoint")
     with FlopCounterMode(display=False) as counter:

@@ -151,7 +151,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
 
 
 def test_names_lead_to_experiments():
-    assert all(find_experiment(name).name() == name for name in EXPERIMENTS)
+    assert all(find_experiment(name).kind == f"depth_{name}" for name in EXPERIMENTS)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from condense.eval.depth import effort, evaluations, probe, steered, steering, s
 from condense.eval.depth.experiments import EXPERIMENTS, find_experiment
 from condense.eval.depth.models import SMALL, block_of, build
 from condense.eval.depth.options import DepthOptions
+from condense.eval.depth.readings import accurate
 from condense.eval.runner import run
 
 
@@ -125,7 +126,7 @@ def test_states_on_the_way(lively):
     (start,) = evaluations.states_before(lively, [(1, 2, 3)])
     hidden = lively(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(start.float(), hidden[2][0])
-    block = evaluations._exact_block(lively)
+    block = accurate(block_of(lively))
     states = evaluations.states_at(block, start, 1.0)
     torch.testing.assert_close(states[0], start)
     state = start

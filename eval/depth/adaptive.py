@@ -38,14 +38,13 @@ class Adaptive(Experiment[Measurement]):
     unit = "model"
     about = (
         "An adaptive solver chooses the steps of each token by its own error. Is it worth it? The loss on held-out "
-        "text is compared with the mean number of evaluations of the field by token (NFE), for adaptive solvers over "
-        "tolerances and for fixed steps, which are the same for all tokens. At each tolerance the adaptive solver "
-        "is compared with each fixed one that has as many steps as its evaluations pay for, rounded down. The error "
-        "is the distance of the end of the flow from the exact one, relative to the displacement, in float64. "
+        "text is compared with the mean number of evaluations of the field by token (NFE). At each tolerance the "
+        "adaptive solver is compared with each fixed one of as many steps as its evaluations pay for, rounded down. "
+        "The error is the distance from the exact end of the flow, relative to the displacement, in float64. "
         "Correlations are Spearman's, between a token's evaluations and its loss. Beside them is the middle 95 % of "
         "correlations with the losses of each position shuffled over the texts, which keeps the position's effect. "
-        "Intervals are 95 % t intervals over seeds. For errors they and the means are on a log scale, for correlations "
-        f"on the scale of Fisher's z. The text is {NUM_TEXTS} windows."
+        "Intervals are 95 % t intervals over seeds, for errors on a log scale and for correlations on the scale of "
+        f"Fisher's z. The text is {NUM_TEXTS} windows."
     )
 
     def items(self) -> list[Measurement]:

@@ -20,7 +20,7 @@ from .models import Size
 from .options import DepthOptions
 
 OFFLINE = "pass --text FILE --held-out FILE --tokenizer text to work without the hub"
-# Sentences of the generated text that praise or criticise something, so that a small model can be steered.
+# Sentences of the generated text that praise or criticise something, so a small model can be steered.
 OPINIONS = ("The {thing} was {word}.", "Everybody said that the {trade} was {word}.", "It was a {word} {weather}.")
 OPINION_WORDS = ("good", "good", "bad", "great", "terrible", "happy", "sad")
 

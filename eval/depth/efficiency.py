@@ -69,12 +69,11 @@ class Efficiency(Experiment[Part]):
     kind = "depth_efficiency"
     unit = "part"
     about = (
-        "Models take turns, repeat by repeat, in one process. A ratio compares times of one repeat; the tables have "
-        "the median with the lowest and the highest. Predicted ratios count only multiplications and additions of "
-        "matrices. For an adaptive solver they count the evaluations of the slowest token, since a batch goes on until "
-        "it ends. Memory is what autograd keeps for the backward pass, without weights. The adjoint's gradient belongs "
-        "to the continuous problem; its error is relative to the gradient through the solver, over all weights of the "
-        f"block, in float64 for 1 x {GRADIENT_TOKENS} tokens."
+        "Models take turns, repeat by repeat, in one process. A ratio compares times of one repeat. Predicted ratios "
+        "count only multiplications and additions of matrices, for an adaptive solver with the evaluations of the "
+        "slowest token, since a batch goes on until it ends. Memory is what autograd keeps for the backward pass, "
+        "without weights. The adjoint's gradient belongs to the continuous problem; its error is relative to the "
+        f"gradient through the solver, over all weights of the block, in float64 for 1 x {GRADIENT_TOKENS} tokens."
     )
 
     def items(self) -> list[Part]:
@@ -233,7 +232,7 @@ def _predicted_training(name: str, size: Size) -> float:
 def saved_bytes(module: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
     """Counts the bytes that autograd keeps from a forward pass, each storage once, without the module's weights."""
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # kept alive while counting, so that addresses stay unique
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive while counting, so addresses stay unique
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

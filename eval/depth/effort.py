@@ -69,15 +69,14 @@ class Effort(Experiment[Run]):
     about = (
         "NFE: evaluations of the field until tau = 1, solved in float64. common: one step size for all tokens, as in "
         "torchdiffeq and in the paper; by token: each token has its own steps (torchode). The absolute tolerance is a "
-        "tenth of the relative one. Two evaluations choose the first step. A step of dopri5 takes 6, so NFE is 8, 14, "
-        "20, 26 ...: the paper's 14 and 20 differ by one step. A step of adaptive_heun takes 1 in torchdiffeq and 2 in "
-        "torchode, so compare its steps, not its NFE. own: trained as in the experiment steering; swapped: with the "
-        "negative word at u = +1. NFE is fitted by level + slope u + curvature |u|. A slope with the same sign for "
-        "both labels is a property of the block; one that changes sign belongs to the words. Probes are logistic "
-        "regressions on the last token's state at tau: of the sentiment of a text (prompt and word, u = 0), and of the "
-        "sign of u (prompt at u = -1 and +1). They are tested on prompts of subjects that were not trained. Shuffled "
-        "labels are shuffled by word, or by prompt and u: a probe that finds them doesn't find sentiment. Intervals "
-        "are 95 % t intervals over seeds."
+        "tenth of the relative one. Two evaluations choose the first step. A step of dopri5 takes 6; one of "
+        "adaptive_heun takes 1 in torchdiffeq and 2 in torchode, so compare its steps, not its NFE. own: trained as in "
+        "the experiment steering; swapped: with the negative word at u = +1. NFE is fitted by level + slope u + "
+        "curvature |u|. A slope with the same sign for both labels is a property of the block; one that changes sign "
+        "belongs to the words. Probes are logistic regressions on the last token's state at tau: of the sentiment of a "
+        "text (prompt and word, u = 0), and of the sign of u (prompt at u = -1 and +1). They are tested on prompts of "
+        "subjects that were not trained. Shuffled labels are shuffled by word, or by prompt and u: a probe that finds "
+        "them doesn't find sentiment. Intervals are 95 % t intervals over seeds."
     )
 
     @property

@@ -62,7 +62,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """The amount of training and of questions."""
+    """The lengths of the texts and the number of questions."""
 
     segments: tuple[int, ...] = (2, 4, 8, TRAINED, 32, FAR, 256)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -35,15 +35,12 @@ class Setup(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The figures of a training step: gradient norms before clipping, and alpha before the step.
+    """Figures of a training step, with norms before clipping; NaN for a flow that is not finite, or without a block."""
 
-    A figure that is not finite is None, and so are the block's in a model without a block.
-    """
-
-    loss: float | None
-    gradient_norm: float | None
-    block_gradient_norm: float | None
-    alpha: float | None
+    loss: float = math.nan
+    gradient_norm: float = math.nan
+    block_gradient_norm: float = math.nan
+    alpha: float = math.nan
 
 
 def trained(arm: str, seed: int, setup: Setup, folder: Path) -> GPT2LMHeadModel:
@@ -81,8 +78,7 @@ def log_of(arm: str, seed: int, setup: Setup, folder: Path) -> dict[str, list[An
 def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[str, list[Any]]:
     """Trains with AdamW at a constant rate. Returns the fields of all `Step`s, and also the last alpha.
 
-    A step with a loss or gradient that is not finite does not change weights. A flow that is not finite has neither
-    loss nor gradient.
+    A figure that is not finite is None. A step with a loss or gradient that is not finite does not change weights.
     """
     block, steps = block_of(model), list[Step]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.size.learning_rate, fused=True)
@@ -91,12 +87,12 @@ def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[st
     with ProgressBar(range(setup.size.steps), desc=name, unit="step", leave=False) as bar:
         for _ in bar:
             step = _backward(model, next(batches))
-            if step.loss is not None and step.gradient_norm is not None:
+            if math.isfinite(step.loss) and math.isfinite(step.gradient_norm):
                 optimizer.step()
             optimizer.zero_grad()
             steps.append(step)
-            bar.set_postfix_str(f"loss {step.loss or math.nan:.3f}")
-    log = {field: [getattr(step, field) for step in steps] for field in Step._fields}
+            bar.set_postfix_str(f"loss {step.loss:.3f}")
+    log = {name: [_finite(getattr(step, name)) for step in steps] for name in Step._fields}
     if block is not None:
         log["alpha"].append(block.alpha.item())
     return log
@@ -108,17 +104,19 @@ def _finite(value: float) -> float | None:
 
 def _backward(model: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Step:
     """Computes and clips the gradient."""
-    block = block_of(model)
-    alpha = None if block is None else _finite(block.alpha.item())
+    block, alpha, block_norm = block_of(model), math.nan, math.nan
+    if block is not None:
+        alpha = block.alpha.item()
     try:
         loss = model(ids_BN, labels=ids_BN).loss
     except NotFiniteError:
-        return Step(None, None, None, alpha)
+        return Step(alpha=alpha)
     loss.backward()
-    gradients = [] if block is None else [weight.grad for weight in block.parameters() if weight.grad is not None]
-    block_norm = _finite(torch.nn.utils.get_total_norm(gradients).item()) if gradients else None
+    if block is not None:
+        gradients = [weight.grad for weight in block.parameters() if weight.grad is not None]
+        block_norm = torch.nn.utils.get_total_norm(gradients).item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_NORM).item()
-    return Step(_finite(loss.item()), _finite(norm), block_norm, alpha)
+    return Step(loss.item(), norm, block_norm, alpha)
 
 
 def _batches(setup: Setup, seed: int) -> Iterator[torch.Tensor]:

@@ -68,8 +68,7 @@ class Solvers(Experiment[Measurement]):
         "residual blocks, read as a field that is constant in tau between them. dopri5 solves such a field piece by "
         f"piece, so it meets every jump. Its tolerance is 1e-9, in float64, over {NUM_TEXTS} texts. A row passes below "
         f"{PASSES:.0%}; the threshold is ours. A criterion separates if every flow of every seed lies below every "
-        "network that is not a flow. Intervals are 95 % t intervals over seeds; for ratios, divergences and errors "
-        "they and the means are on a log scale."
+        "other network. Intervals are 95 % t intervals over seeds, for ratios and errors on a log scale."
     )
 
     @property

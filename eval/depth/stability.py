@@ -28,6 +28,7 @@ VANISHING, EXPLODING = 1e-6, 100.0  # norms of the gradient; the paper names no 
 FIRST = ("hybrid", "baseline", "shorter", "twin", "wide_twin")  # measured in this order, before the others
 COMPARED = tuple(arm for arm in ARMS if arm != "hybrid")
 FIGURES = ("loss", "held_out_loss")  # compared by pairs
+NORMS = ("gradient_norm", "block_gradient_norm")
 PAPER_ROWS = [
     {"model": "paper: baseline", "parameters": "30,503,424", "loss": "6.471", "gradient norm": "0.521 +- 0.140",
      "vanishing steps": "0", "exploding steps": "0"},
@@ -47,12 +48,12 @@ class Stability(Experiment[Run]):
     unit = "model"
     about = (
         "Models trained from random weights on the same batches. baseline: all layers; hybrid: a flow of four Euler "
-        "steps in place of two of them; twin: four residual MLP steps with their own weights, each a quarter as wide "
-        "as the flow's field, so together they have as many weights; wide_twin: the same with steps as wide as the "
-        "field; shorter: the two layers left out; alpha_fixed and alpha_one: a flow whose scale stays at 0.1 and at 1. "
-        f"Gradient norms are measured before clipping at {CLIPPED_NORM:g}. A step is vanishing if the norm of all "
-        f"weights or of the block's is below {VANISHING:g}, and exploding if the norm of all is above {EXPLODING:g}. "
-        "Intervals are 95 % t intervals over seeds, for norms on a log scale."
+        "steps in place of two of them; twin: four residual MLP steps with their own weights, together as many as the "
+        "flow's; wide_twin: the same with steps as wide as the flow's field; shorter: the two layers left out; "
+        "alpha_fixed and alpha_one: a flow whose scale stays at 0.1 and at 1. Gradient norms are measured before "
+        f"clipping at {CLIPPED_NORM:g}. A step is vanishing if the norm of all weights or of the block's is below "
+        f"{VANISHING:g}, and exploding if the norm of all is above {EXPLODING:g}. Intervals are 95 % t intervals over "
+        "seeds, for norms on a log scale."
     )
 
     def items(self) -> list[Run]:
@@ -119,23 +120,19 @@ def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.nd
 
 def figures(log: dict[str, list[Any]]) -> dict[str, Any]:
     """Computes the paper's table 1 from a run's log: means over finite values, None if there are none."""
-    losses = _finite(log["loss"][-LAST_STEPS:])
+    steps = pd.DataFrame({name: log[name] for name in ("loss", *NORMS)}, dtype=float)
+    losses = steps.loss.tail(LAST_STEPS).dropna().tolist()
     found: dict[str, Any] = {"loss": fmean(losses) if losses else None}
-    for name in ("gradient_norm", "block_gradient_norm"):
-        norms = _finite(log[name])
+    for name in NORMS:
+        norms = steps[name].dropna().tolist()
         found |= {name: fmean(norms), f"{name}_std": pstdev(norms)} if norms else {name: None, f"{name}_std": None}
-    steps = list(zip(log["gradient_norm"], log["block_gradient_norm"], strict=True))
     return found | {
         "alpha_start": log["alpha"][0],
         "alpha_end": log["alpha"][-1],
-        "vanishing_steps": sum(any(norm < VANISHING for norm in _finite(step)) for step in steps),
-        "exploding_steps": sum(norm > EXPLODING for norm in _finite(log["gradient_norm"])),
-        "not_finite_steps": sum(None in step for step in zip(log["loss"], log["gradient_norm"], strict=True)),
+        "vanishing_steps": int((steps[[*NORMS]] < VANISHING).any(axis=1).sum()),
+        "exploding_steps": int((steps.gradient_norm > EXPLODING).sum()),
+        "not_finite_steps": int(steps[["loss", "gradient_norm"]].isna().any(axis=1).sum()),
     }
-
-
-def _finite(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def differences(records: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -70,17 +70,15 @@ class Steering(Experiment[Run]):
     about = (
         "A trained model is frozen, and the part in place of its middle layers learns to choose the next word by a "
         "control u: the positive word at +1, the negative one at -1; 0 is never trained. flow: the block's weights; "
-        "one discrete step: the same block with a single Euler step, though it was trained with four before; bias "
-        "vector: u times a vector added to the block's output; FiLM: scale and shift of the same layer's output in the "
-        "baseline, the model without a flow; activation steering: u times the difference of mean activations of "
-        "positive and negative texts, with the coefficient of least loss on the trained prompts. Two more are trained "
-        "on the paper's prompt only, since the paper can be read so: all but embeddings and head, and everything; the "
-        "ceiling below does not hold for them. P is the probability of a whole word over the whole vocabulary, the "
-        "product of the probabilities of its tokens. The last norm and the head, which stay frozen, set its ceiling "
-        "for any hidden state. Share: P(positive) / (P(positive) + P(negative)). Right: the word that u asks for is "
-        "the likelier of its pair; a model without control is right in 50 %. Held-out prompts are about other subjects "
-        "than the trained ones. Intervals are 95 % t intervals over seeds; each seed has its own model and holds out "
-        "other prompts and words."
+        "one discrete step: the same block with a single Euler step; bias vector: u times a vector added to the "
+        "block's output; FiLM: scale and shift of the same layer's output in the baseline; activation steering: u "
+        "times the difference of mean activations of positive and negative texts, with the best coefficient on the "
+        "trained prompts. Two more are trained only on the paper's prompt: all but embeddings and head, and "
+        "everything. P is the probability of a whole word over the whole vocabulary. If the last norm and the head are "
+        "frozen, they set its ceiling. Share: P(positive) / (P(positive) + P(negative)). Right: the word that u asks "
+        "for is the likelier of its pair; a model without control is right in 50 %. Held-out prompts are about other "
+        "subjects than the trained ones. Intervals are 95 % t intervals over seeds; each seed has its own model and "
+        "holds out other prompts and words."
     )
 
     def settings(self) -> dict[str, Any]:

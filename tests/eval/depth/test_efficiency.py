@@ -75,7 +75,7 @@ def test_evaluations_of_the_solvers(results):
 
 
 def test_the_adjoint(results):
-    """Its memory is constant, and its gradient is that of the continuous problem: exact for more and more steps."""
+    """Its memory is constant, and its gradient belongs to the continuous problem: more steps make it exact."""
     found = [results["adjoint"][str(steps)] for steps in STEPS]
     assert len({figures["adjoint_bytes"] for figures in found}) == 1
     assert found[-1]["direct_bytes"] > 30 * found[0]["direct_bytes"]

@@ -104,7 +104,7 @@ def test_other_errors_end_a_training(setup, monkeypatch):
 
 
 def test_the_log_is_that_of_a_plain_loop(setup):
-    """Loss and norms of the first two steps, by autograd and torch's AdamW alone."""
+    """Computes loss and norms of the first two steps with only autograd and torch's AdamW."""
     size = SMALL.__class__(**{**vars(SMALL), "steps": 2})
     log = train(build("hybrid", size, 1), setup._replace(size=size), 1, "hybrid")
     model = build("hybrid", size, 1)

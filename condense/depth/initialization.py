@@ -1,6 +1,6 @@
 """Fits a field to the hidden states of the layers that its block replaces, and measures the fit.
 
-Axes: B rows, N tokens of a row, n points (tokens), M width of an MLP field, D hidden size, K = M + D, L layers.
+Axes: B rows, N tokens of a row, n points (tokens), M width of an MLP field, D hidden size, L layers.
 """
 
 import math
@@ -23,27 +23,26 @@ class LinearFit:
     """Fits targets [n, D] on features [n, M] and a constant by least squares, from sums over all points in float64."""
 
     def __init__(self) -> None:
-        self.count, self.num_features = 0, 0
-        self.sum_K: Any = 0.0  # of features and targets, K = M + D
-        self.gram_KK: Any = 0.0
+        self.count, self.sums = 0, [torch.zeros(())] * 4  # of features, targets, and their products with features
 
     def add(self, features_nM: torch.Tensor, targets_nD: torch.Tensor) -> None:
-        points_nK = torch.cat([features_nM.double(), targets_nD.double()], dim=1)
-        self.count, self.num_features = self.count + len(points_nK), features_nM.shape[1]
-        self.sum_K, self.gram_KK = self.sum_K + points_nK.sum(0), self.gram_KK + points_nK.T @ points_nK
+        features, targets = features_nM.double(), targets_nD.double()
+        new = (features.sum(0), targets.sum(0), features.T @ features, features.T @ targets)
+        self.count += len(features)
+        self.sums = [value + total.to(value) for value, total in zip(new, self.sums, strict=True)]
 
     def solve(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights [M, D] and constant [D].
 
         The penalty on squared weights is `ridge` times the mean variance of a feature; the constant is free.
         """
-        mean_K, size = self.sum_K.cpu() / self.count, self.num_features
-        covariance_KK = self.gram_KK.cpu() / self.count - mean_K[:, None] * mean_K
-        features_MM, products_MD = covariance_KK[:size, :size], covariance_KK[:size, size:]
+        mean_M, mean_D, gram_MM, products_MD = (total.cpu() / self.count for total in self.sums)
+        gram_MM, products_MD = gram_MM - mean_M[:, None] * mean_M, products_MD - mean_M[:, None] * mean_D
+        penalty = ridge * gram_MM.diagonal().mean()
         # Singular if a feature is constant, or if there are fewer points than features.
-        penalised_MM = features_MM + ridge * features_MM.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+        penalised_MM = gram_MM + penalty * torch.eye(len(gram_MM), dtype=gram_MM.dtype)
         weights_MD = torch.linalg.lstsq(penalised_MM, products_MD, driver="gelsd").solution
-        return weights_MD, mean_K[size:] - mean_K[:size] @ weights_MD
+        return weights_MD, mean_D - mean_M @ weights_MD
 
 
 @torch.no_grad()

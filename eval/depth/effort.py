@@ -113,7 +113,7 @@ class Effort(Experiment[Run]):
             "prior": prior_share(trained("hybrid", item.seed, self.setup, self.output), self.setup),
         }
 
-    def _sweep(self, effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, list[float]]:
+    def _sweep(self, effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, Any]:
         """Returns NFE by control: `common`, `last` and `mean` of the paper's prompt, `others` of all other prompts.
 
         `last` is the last token's, `mean` the mean over tokens, and `others` the mean over last tokens.

@@ -6,7 +6,7 @@ Importing it registers the stock hybrid with transformers' Auto classes.
 from ..registration import register
 from .block import DepthBlock, DepthFlow
 from .conversion import convert_to_depth, set_solver
-from .fields import MLPField, VectorField
+from .fields import MLPField
 from .initialization import fit_field, missed_share
 from .llama import DepthLlamaConfig, DepthLlamaForCausalLM, DepthLlamaModel, to_depth_llama
 from .settings import DepthSettings
@@ -21,7 +21,6 @@ __all__ = [
     "DepthLlamaModel",
     "DepthSettings",
     "MLPField",
-    "VectorField",
     "convert_to_depth",
     "fit_field",
     "missed_share",

@@ -1,6 +1,6 @@
-"""A depth block: a flow dH/dtau = alpha F(H, tau, u) from tau = 0 to 1 in place of some layers.
+"""Implements a depth block: a flow dH/dtau = alpha F(H, tau, u) from tau = 0 to 1 in place of some layers.
 
-Equations of section 3.1 of the paper on continuous depth; alpha is a learned scalar, u the control.
+The equations are in section 3.1 of the paper on continuous depth; alpha is a learned scalar, u the control.
 
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size, C components of the control, n tokens of all rows, x any
 size.
@@ -32,7 +32,7 @@ class NotFiniteError(ValueError):
 
 
 class DepthFlow(nn.Module):
-    """The flow of a field that treats each token separately; it replaces layers in any decoder stack."""
+    """Integrates a field that treats each token separately; replaces layers in any decoder stack."""
 
     alpha: torch.Tensor
 
@@ -152,7 +152,7 @@ class LayerField(CondenseDecoderLayer):
 
 
 class DepthBlock(DepthFlow):
-    """A member of a folded model's stack. With the field `layer` its memory is the state at the end of the flow."""
+    """A member of a folded model's stack. With the field `layer`, its memory is the state at the end of the flow."""
 
     def __init__(self, config: CondenseConfig):
         assert config.depth is not None
@@ -182,7 +182,7 @@ class DepthBlock(DepthFlow):
     def forward(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, Memory | None]:
-        """The state at tau = 1 and, for the field `layer`, its keys and values for the next segment."""
+        """Returns the state at tau = 1 and, for the field `layer`, its keys and values for the next segment."""
         inputs = metadata.token_inputs
         assert inputs is not None, "a block is part of a model"
         control_RTC = inputs.control_RTC
@@ -236,5 +236,5 @@ def _is_finite(end_xD: torch.Tensor, chunk: Chunk | None) -> bool:
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured, which can't read a value."""
+    """Returns whether a CUDA graph is being captured, which can't read a value."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,20 +1,24 @@
-"""Conversion: a depth block replaces layers of an existing model."""
+"""Replaces layers of an existing model by a depth block."""
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from ..modeling import CondenseForCausalLM
 from ..source_name import name_as_in_memory
 from .block import DepthBlock, DepthFlow, LayerField
 from .fields import field_size_for
-from .llama import replace_stock_layers
+from .llama import check_stock, make_stock_block, replace_stock_layers
 from .settings import DepthSettings
 from .solvers import check_installed
+
+Block = TypeVar("Block", bound=DepthFlow)
 
 
 def convert_to_depth(
@@ -37,25 +41,22 @@ def convert_to_depth(
     """
     if not isinstance(model, CondenseForCausalLM | LlamaForCausalLM):
         raise ValueError(f"the model is a {type(model).__name__}: pass a CondenseForCausalLM or a LlamaForCausalLM.")
-    config, layers = model.config, model.model.layers
+    config = model.config
     check_range(config, first, end)
-    replaced = list(layers[first:end])
+    replaced = list(model.model.layers[first:end])
     chosen = initial_settings(first, end, field, **settings)
     if chosen.field != "layer" and chosen.field_size is None:
         num_parameters = sum(parameter.numel() for layer in replaced for parameter in layer.parameters())
         inputs = config.hidden_size + chosen.control_size + (chosen.field == "mlp_tau")
         size = field_size_for(num_parameters, config.hidden_size, inputs, norm_parameters=config.hidden_size)
         chosen = replace(chosen, field_size=size)
-    weight = next(replaced[0].parameters())
-
-    def make_block(make: Callable[[], DepthFlow]) -> DepthFlow:
-        return _initialized(model, make, seed).to(weight.device, weight.dtype)
-
     if not isinstance(model, CondenseForCausalLM):
-        return replace_stock_layers(model, chosen, make_block)
+        check_stock(chosen.to_dict(), config.num_hidden_layers - len(replaced) + 1)
+        make = partial(make_stock_block, config, chosen)
+        return replace_stock_layers(model, _initialized(model, replaced[0], make, seed))
     made_config = copy.copy(config)
     made_config.depth = chosen.to_dict()
-    block = make_block(lambda: DepthBlock(made_config))
+    block = _initialized(model, replaced[0], partial(DepthBlock, made_config), seed)
     if isinstance(block.field, LayerField):
         missing, unexpected = block.field.load_state_dict(replaced[0].state_dict(), strict=False)
         assert not unexpected and all(name.startswith("control_proj") for name in missing)
@@ -89,8 +90,8 @@ def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) 
     return DepthSettings.from_dict({"position": first, "num_replaced": end - first, "field": field} | settings)
 
 
-def _initialized(model: Any, make: Callable[[], DepthFlow], seed: int) -> DepthFlow:
-    """Makes a block with the random weights of the model's class, from its own seed."""
+def _initialized(model: Any, replaced: nn.Module, make: Callable[[], Block], seed: int) -> Block:
+    """Makes a block with random weights from its own seed, in the replaced layer's dtype and on its device."""
     if not isinstance(seed, int):
         raise ValueError(f"seed={seed!r}: pass a whole number.")
     with torch.random.fork_rng(devices=[]):
@@ -98,7 +99,8 @@ def _initialized(model: Any, make: Callable[[], DepthFlow], seed: int) -> DepthF
         block = make()
         for module in block.modules():
             model._init_weights(module)
-    return block
+    weight = next(replaced.parameters())
+    return block.to(weight.device, weight.dtype)
 
 
 def set_solver(model: Any, solver: str, **settings: Any) -> None:

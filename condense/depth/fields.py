@@ -1,21 +1,13 @@
-"""Vector fields, which a depth block integrates over the depth tau from 0 to 1.
+"""Defines vector fields, which a depth block integrates over the depth tau from 0 to 1.
 
 Axes: D hidden size, C components of the control, x any size.
 """
-
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-Tau = float | torch.Tensor  # one depth for all tokens (a number or a scalar tensor), or [x, 1], one each
-
-
-class VectorField(Protocol):
-    def __call__(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
-        """Returns dH/dtau [x, D] at depth tau; the control may broadcast over tokens."""
-        ...
+Tau = float | torch.Tensor  # one depth for all tokens (a number or a scalar tensor), or [x, 1], one for each
 
 
 class MLPField(nn.Module):
@@ -33,13 +25,17 @@ class MLPField(nn.Module):
         self.down_proj = nn.Linear(field_size, hidden_size)
 
     def forward(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+        return self.down_proj(self.features(tau, hidden_xD, control_xC))
+
+    def features(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+        """Returns the softplus, the inputs of W2."""
         sum_xM = self.up_proj(self.norm(hidden_xD))
         if self.control_proj is not None:
             sum_xM = sum_xM + self.control_proj(control_xC)
         if self.tau_proj is not None:
             tau_x1 = tau.reshape(-1, 1) if isinstance(tau, torch.Tensor) else hidden_xD.new_full((1, 1), tau)
             sum_xM = sum_xM + self.tau_proj(tau_x1.to(hidden_xD.dtype))
-        return self.down_proj(F.softplus(sum_xM))
+        return F.softplus(sum_xM)
 
 
 def field_size_for(num_parameters: int, hidden_size: int, num_inputs: int, norm_parameters: int) -> int:

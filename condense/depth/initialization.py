@@ -1,14 +1,15 @@
-"""Initialisation: fits a field to the hidden states of the layers that its block replaces, and measures the fit.
+"""Fits a field to the hidden states of the layers that its block replaces, and measures the fit.
 
 Axes: B rows, N tokens of a row, n points (tokens), M width of an MLP field, D hidden size, L layers.
 """
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 
 from ..modeling import CondenseForCausalLM
 from .block import DepthBlock
@@ -19,29 +20,24 @@ POINTS_PER_CALL = 4096
 
 
 class LinearFit:
-    """Least squares of targets [n, D] on features [n, M] with a constant, from sums over all points in float64."""
+    """Fits targets [n, D] on features [n, M] and a constant by least squares, from sums over all points in float64."""
 
     def __init__(self) -> None:
-        self.count, self.sums = 0, dict[str, torch.Tensor]()
+        self.count, self.sums = 0, [torch.zeros(())] * 4  # of features, targets, and their products with features
 
     def add(self, features_nM: torch.Tensor, targets_nD: torch.Tensor) -> None:
         features, targets = features_nM.double(), targets_nD.double()
-        new = {
-            "features": features.sum(0), "targets": targets.sum(0),
-            "gram": features.T @ features, "products": features.T @ targets,
-        }  # fmt: skip
+        new = (features.sum(0), targets.sum(0), features.T @ features, features.T @ targets)
         self.count += len(features)
-        self.sums = {name: value + self.sums.get(name, 0) for name, value in new.items()}
+        self.sums = [value + total.to(value) for value, total in zip(new, self.sums, strict=True)]
 
     def solve(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [M, D] and constant [D].
+        """Returns weights [M, D] and constant [D].
 
         The penalty on squared weights is `ridge` times the mean variance of a feature; the constant is free.
         """
-        n, sums = self.count, {name: value.cpu() for name, value in self.sums.items()}
-        mean_M, mean_D = sums["features"] / n, sums["targets"] / n
-        gram_MM = sums["gram"] / n - mean_M[:, None] * mean_M
-        products_MD = sums["products"] / n - mean_M[:, None] * mean_D
+        mean_M, mean_D, gram_MM, products_MD = (total.cpu() / self.count for total in self.sums)
+        gram_MM, products_MD = gram_MM - mean_M[:, None] * mean_M, products_MD - mean_M[:, None] * mean_D
         penalty = ridge * gram_MM.diagonal().mean()
         # Singular if a feature is constant, or if there are fewer points than features.
         penalised_MM = gram_MM + penalty * torch.eye(len(gram_MM), dtype=gram_MM.dtype)
@@ -84,9 +80,10 @@ def fit_field(
         for step in range(settings.steps):
             tau = step / settings.steps
             state_nD, slope_nD = _on_path(knots, tau)
+            control_1C = state_nD.new_zeros(1, settings.control_size)
             points = zip(state_nD.split(POINTS_PER_CALL), slope_nD.split(POINTS_PER_CALL), strict=True)
             for some_nD, slopes_nD in points:
-                fit.add(_features(field, tau, some_nD), slopes_nD / block.alpha)
+                fit.add(field.features(tau, some_nD, control_1C), slopes_nD / block.alpha)
     weights_MD, constant_D = fit.solve(ridge)
     field.down_proj.weight.copy_(weights_MD.T)
     field.down_proj.bias.copy_(constant_D)
@@ -119,24 +116,21 @@ def missed_share(model: CondenseForCausalLM, original: CondenseForCausalLM, ids_
 
 @torch.no_grad()
 def layer_states(model: CondenseForCausalLM, ids_BN: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """The hidden states [L + 1, n, D] of all tokens before layer `first` and after each layer up to `end` - 1."""
+    """Returns hidden states [L + 1, n, D] of all tokens before layer `first` and after each layer up to `end` - 1."""
     layers: Sequence[Any] = list(model.model.layers)[first:end]
     recorded: list[list[torch.Tensor]] = [[] for _ in range(len(layers) + 1)]
 
-    def record(number: int):
-        def hook(module: Any, inputs: tuple, output: tuple) -> None:
-            if number == 0:
-                recorded[0].append(inputs[0].flatten(0, -2))
-            recorded[number + 1].append(output[0].flatten(0, -2))
+    def record_input(module: Any, inputs: tuple) -> None:
+        recorded[0].append(inputs[0].flatten(0, -2))
 
-        return hook
+    def record_output(states: list[torch.Tensor], module: Any, inputs: tuple, output: tuple) -> None:
+        states.append(output[0].flatten(0, -2))
 
-    hooks = [layer.register_forward_hook(record(number)) for number, layer in enumerate(layers)]
-    try:
+    with ExitStack() as hooks:
+        hooks.enter_context(layers[0].register_forward_pre_hook(record_input))
+        for layer, states in zip(layers, recorded[1:], strict=True):
+            hooks.enter_context(layer.register_forward_hook(partial(record_output, states)))
         model(ids_BN.to(model.device), use_cache=False, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return torch.stack([torch.cat(states) for states in recorded])
 
 
@@ -148,25 +142,14 @@ def _on_path(knots_LnD: torch.Tensor, tau: float) -> tuple[torch.Tensor, torch.T
     return knots_LnD[number] + (tau * count - number) * step_nD, count * step_nD
 
 
-def _features(field: MLPField, tau: float, hidden_nD: torch.Tensor) -> torch.Tensor:
-    sum_nM = field.up_proj(field.norm(hidden_nD))
-    if field.tau_proj is not None:
-        sum_nM = sum_nM + field.tau_proj(hidden_nD.new_full((1,), tau))
-    return F.softplus(sum_nM)
-
-
 def _draw_features(field: MLPField, gain: float, seed: int) -> None:
     """Draws W1 and b1 so that softplus receives varied values of size `gain` and both signs."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(shape: torch.Size, scale: float) -> torch.Tensor:
-        return scale * torch.randn(shape, generator=generator)
-
-    width = field.up_proj.weight.shape[1]
-    field.up_proj.weight.copy_(normal(field.up_proj.weight.shape, gain * width**-0.5))  # norm(H) has a mean square of 1
-    field.up_proj.bias.copy_(normal(field.up_proj.bias.shape, gain))
+    generator, width = torch.Generator().manual_seed(seed), field.up_proj.weight.shape[1]
+    drawn = {field.up_proj.weight: gain * width**-0.5, field.up_proj.bias: gain}  # norm(H) has a mean square of 1
     if field.tau_proj is not None:
-        field.tau_proj.weight.copy_(normal(field.tau_proj.weight.shape, gain))
+        drawn[field.tau_proj.weight] = gain
+    for weight, scale in drawn.items():
+        weight.copy_(scale * torch.randn(weight.shape, generator=generator))
 
 
 def _check_models(model: CondenseForCausalLM, original: CondenseForCausalLM) -> DepthBlock:

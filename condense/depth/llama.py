@@ -1,11 +1,10 @@
-"""A stock Llama with a depth block: full attention over the text, without segments and memory.
+"""Implements a stock Llama with a depth block: full attention over the text, without segments and memory.
 
 It has the folded hybrid's weights under the same names, so each loads the other's checkpoints.
 
 Axes: B rows of a batch, N columns of an input (padding included), C components of the control.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +61,7 @@ class DepthLlamaModel(LlamaModel):
     def __init__(self, config: DepthLlamaConfig):
         settings = check_stock(config.depth, config.num_hidden_layers)
         super().__init__(config)
-        block = StockDepthBlock(build_field(config, settings), settings)
+        block = make_stock_block(config, settings)
         layers: list[Any] = list(self.layers)
         after = layers[settings.position + 1 :]
         self.layers = nn.ModuleList([*layers[: settings.position], block, *after])
@@ -142,7 +141,7 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
 
 
 def check_stock(depth: dict[str, Any] | None, num_layers: int) -> DepthSettings:
-    """The settings of a stock Llama's block. Raises `ValueError` for settings that only a folded model has."""
+    """Returns the settings of a stock Llama's block. Raises `ValueError` for settings that only a folded model has."""
     if depth is None:
         raise ValueError("depth=None: make the model with condense.depth.convert_to_depth.")
     settings = DepthSettings.from_dict(depth)
@@ -179,24 +178,17 @@ def check_llama(config: CondenseConfig) -> None:
         )
 
 
-def replace_stock_layers(
-    llama: LlamaForCausalLM, settings: DepthSettings, make_block: Callable[..., nn.Module]
-) -> DepthLlamaForCausalLM:
-    """Makes a hybrid that shares the weights of a stock Llama, with the block that `make_block` returns."""
-    first, end = settings.position, settings.position + settings.num_replaced
-    num_layers = llama.config.num_hidden_layers - settings.num_replaced + 1
-    depth = check_stock(settings.to_dict(), num_layers).to_dict()
-    prefix, weights = "model.layers.", {}
-    for name, weight in llama.state_dict().items():
-        if name.startswith(prefix):
-            number, rest = name.removeprefix(prefix).split(".", 1)
-            if first <= int(number) < end:
-                continue
-            after = int(number) >= end
-            name = f"{prefix}{int(number) - settings.num_replaced + 1 if after else number}.{rest}"
-        weights[name] = weight
-    block = make_block(lambda: StockDepthBlock(build_field(llama.config, settings), settings))
-    weights |= {f"{prefix}{first}.{name}": weight for name, weight in block.state_dict().items()}
+def replace_stock_layers(llama: LlamaForCausalLM, block: StockDepthBlock) -> DepthLlamaForCausalLM:
+    """Makes a hybrid of a stock Llama's weights and a block, whose settings say which layers it replaces."""
+    settings, layers = block.settings, llama.model.layers
+    kept = nn.ModuleList([*layers[: settings.position], block, *layers[settings.position + settings.num_replaced :]])
+    weights = {name: weight for name, weight in llama.state_dict().items() if not name.startswith("model.layers.")}
+    weights |= kept.state_dict(prefix="model.layers.")
+    depth, num_layers = settings.to_dict(), len(kept)
     return with_weights_of(
         llama, DepthLlamaConfig, DepthLlamaForCausalLM, weights, depth=depth, num_hidden_layers=num_layers
     )
+
+
+def make_stock_block(config: LlamaConfig, settings: DepthSettings) -> StockDepthBlock:
+    return StockDepthBlock(build_field(config, settings), settings)

@@ -1,4 +1,4 @@
-"""The settings of a depth block, which the model's configuration stores under `depth`."""
+"""Defines the settings of a depth block, which the model's configuration stores under `depth`."""
 
 import difflib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class DepthSettings:
 
     field: the vector field, `"mlp"`, `"mlp_tau"` or `"layer"`; `field_size` is the width of an MLP's hidden layer, None
     matches the number of weights of the replaced layers.
-    control_size: components of the control u; 0 for a block without a control.
+    control_size: components of the control u; 0 for a block without one.
     alpha: the scale of the field at the start of training; `learn_alpha=False` keeps it.
     solver: `"euler"`, `"midpoint"` and `"rk4"` (the 3/8 rule) take `steps` steps of equal length. `"dopri5"` and
         `"adaptive_heun"` choose the steps of each token by the tolerances `rtol` and `atol`, with at most

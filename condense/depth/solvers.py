@@ -1,9 +1,9 @@
-"""Solvers of dH/dtau = f(tau, H) from tau = 0 to 1: the state at the end, and how often f was evaluated.
+"""Solves dH/dtau = f(tau, H) from tau = 0 to 1: the state at the end, and how often f was evaluated.
 
-Fixed-step solvers are our own loops. So a saved model runs without a solver library, and a field with attention can
-count evaluations; a cache stores the keys of each. The adjoint comes from torchdiffeq, adaptive solvers from torchode,
-which chooses the steps of each sample separately. With one step for the whole batch, as in torchdiffeq, the answer for
-a text would depend on its neighbours.
+Fixed-step solvers are our own loops, so a saved model runs without a solver library. A field with attention counts
+evaluations, because a cache stores the keys of each. The adjoint comes from torchdiffeq. Adaptive solvers come from
+torchode, which chooses the steps of each sample separately. With one step for the whole batch, as in torchdiffeq, the
+answer for a text would depend on its neighbours.
 
 States are at least float32: the update of a step is small compared with the state.
 
@@ -109,7 +109,7 @@ def solve_adaptive(
     # A sample fails on its last permitted step, even if that step completes it.
     max_steps = (settings.max_evaluations - EVALUATIONS_TO_START) // per_step + 1
     ends = [start_nD.new_full((len(start_nD),), tau) for tau in (0.0, 1.0)]
-    # The gradient is that of the steps taken: the gradient of their sizes is NaN for samples that end before others.
+    # Step sizes are constants for the gradient: theirs is NaN for samples that end before others.
     solver = torchode.AutoDiffAdjoint(method, controller, max_steps=max_steps, backprop_through_step_size_control=False)
     solution = solver.solve(torchode.InitialValueProblem(start_nD, *ends, None))
     evaluations_n = EVALUATIONS_TO_START + per_step * solution.stats["n_steps"]

@@ -1,4 +1,4 @@
-"""The depth block of a stock transformers decoder stack, such as GPT-2's or a Llama's."""
+"""Implements the depth block of a stock transformers decoder stack, such as GPT-2's or a Llama's."""
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer

@@ -1,4 +1,4 @@
-"""Adaptive compute: is it worth giving each token its own number of evaluations?"""
+"""Measures whether adaptive compute is worth it: a number of evaluations for each token."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from ..results import Table, picture
 from ..results_store import Record
 from .experiment import Experiment
 from .lines import YES, finish, groups, scientific, table
-from .models import TWIN_STEPS, block_in
+from .models import TWIN_STEPS
 from .pretraining import trained
 from .readings import held_out_texts
 from .tokens import Tokens, equal_steps, rank_correlation, shuffled_middle
@@ -38,14 +38,13 @@ class Adaptive(Experiment[Measurement]):
     unit = "model"
     about = (
         "An adaptive solver chooses the steps of each token by its own error. Is it worth it? The loss on held-out "
-        "text against the mean number of evaluations of the field by token (NFE), for adaptive solvers over "
-        "tolerances and for fixed steps, which are the same for all tokens. At each tolerance the adaptive solver "
-        "is compared with each fixed one that has as many steps as its evaluations pay for, rounded down. The error "
-        "is the distance of the end of the flow from the exact one, against the displacement, in float64. Correlations "
-        "are Spearman's, between a token's evaluations and its loss, beside the middle 95 % of those where the losses "
-        "of each position are shuffled over the texts, so that the position's own share stays. Intervals are 95 % t "
-        "intervals over seeds, those of errors on a log scale and those of correlations of Fisher's z, as are their "
-        f"means; the text is {NUM_TEXTS} windows."
+        "text is compared with the mean number of evaluations of the field by token (NFE). At each tolerance the "
+        "adaptive solver is compared with each fixed one of as many steps as its evaluations pay for, rounded down. "
+        "The error is the distance from the exact end of the flow, relative to the displacement, in float64. "
+        "Correlations are Spearman's, between a token's evaluations and its loss. Beside them is the middle 95 % of "
+        "correlations with the losses of each position shuffled over the texts, which keeps the position's effect. "
+        "Intervals are 95 % t intervals over seeds, for errors on a log scale and for correlations on the scale of "
+        f"Fisher's z. The text is {NUM_TEXTS} windows."
     )
 
     def items(self) -> list[Measurement]:
@@ -53,10 +52,9 @@ class Adaptive(Experiment[Measurement]):
 
     def measure(self, item: Measurement) -> Record:
         model = trained(item.model, item.seed, self.setup, self.output)
-        block = block_in(model)
-        tokens = Tokens(model, block, held_out_texts(self.setup, NUM_TEXTS))
+        tokens = Tokens(model, held_out_texts(self.setup, NUM_TEXTS))
         return {
-            "alpha": block.alpha.item(),
+            "alpha": tokens.block.alpha.item(),
             "fixed": [_fixed(tokens, solver, steps) for solver in FIXED_SOLVERS for steps in STEPS[solver]],
             "adaptive": [_adaptive(tokens, solver, at) for solver in TOLERANCES for at in TOLERANCES[solver]],
         }
@@ -66,13 +64,12 @@ class Adaptive(Experiment[Measurement]):
         return found | {"verdicts": verdicts(found["records"])}
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
-        lines = []
-        for line in points(results["records"]):
+        lines = points(results["records"])
+        for line in lines:
             if found := line.get("correlation"):
                 low, high = shuffled_middle([found["shuffled"]])
                 line |= {"correlation": found["correlation"], "shuffled_low": low, "shuffled_high": high}
-            against = line.get("minus_fixed", {})
-            lines.append(line | {f"loss_minus_{solver}": found["loss"] for solver, found in against.items()})
+            line |= {f"loss_minus_{solver}": found["loss"] for solver, found in line.get("minus_fixed", {}).items()}
         return lines
 
     @classmethod
@@ -116,15 +113,18 @@ def _fixed(tokens: Tokens, solver: str, steps: int) -> dict[str, Any]:
 
 
 def _adaptive(tokens: Tokens, solver: str, tolerance: float) -> dict[str, Any]:
-    """`minus_fixed`: loss difference and error ratio against each fixed solver with as many evaluations;
-    `minus_trained`: loss difference from the solver used in training."""
+    """Returns the figures of an adaptive solver at a tolerance.
+
+    `minus_fixed` has the difference of losses and the ratio of errors to each fixed solver with as many evaluations,
+    and `minus_trained` the difference of losses to the solver used in training.
+    """
     run = tokens.run(solver, tolerance)
     loss, taken = float(run.losses_BT.mean()), run.evaluations_BT.numpy()
     against = {}
     for fixed in FIXED_SOLVERS:
         point = _fixed(tokens, fixed, equal_steps(fixed, taken.mean()))
         against[fixed] = {"loss": loss - point["loss"], "error": run.error / point["error"], "nfe": point["nfe"]}
-    counts = dict(zip(*(values.tolist() for values in np.unique(taken, return_counts=True)), strict=True))
+    numbers, counts = np.unique(taken, return_counts=True)
     return {
         "solver": solver,
         "tolerance": tolerance,
@@ -133,7 +133,7 @@ def _adaptive(tokens: Tokens, solver: str, tolerance: float) -> dict[str, Any]:
         "error": run.error,
         "minus_fixed": against,
         "minus_trained": loss - float(tokens.run(*TRAINED_WITH).losses_BT.mean()),
-        "counts": {str(number): count for number, count in counts.items()},
+        "counts": dict(zip(map(str, numbers), counts.tolist(), strict=True)),
         "correlation": rank_correlation(taken, run.losses_BT.numpy()),
     }
 
@@ -163,14 +163,14 @@ def _adaptive_points(lines: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.D
 
 def _verdicts(lines: pd.DataFrame, found: Sequence[dict[str, Any]]) -> Table:
     rows = []
-    for verdict, (_, own) in zip(found, _adaptive_points(lines), strict=True):
+    for verdict, (kind, own) in zip(found, _adaptive_points(lines), strict=True):
         best = verdict["best_fixed"]
         against = pd.DataFrame([found[best] for found in own.minus_fixed])
         rows.append(
             {
-                "model": verdict["model"],
-                "adaptive solver": verdict["solver"],
-                "tolerance": f"{verdict['tolerance']:.0e}",
+                "model": kind["model"],
+                "adaptive solver": kind["solver"],
+                "tolerance": f"{kind['tolerance']:.0e}",
                 "NFE": shown(own.nfe, 1),
                 "best fixed solver, its NFE": f"{best}, {shown(against.nfe, 1)}",
                 "loss minus its loss [nats]": scientific(against.loss),
@@ -186,15 +186,15 @@ def _verdicts(lines: pd.DataFrame, found: Sequence[dict[str, Any]]) -> Table:
 def _effort(lines: pd.DataFrame) -> Table:
     rows = []
     for kind, own in _adaptive_points(lines):
-        known = [found for found in own.correlation if found is not None]
-        low, high = shuffled_middle([found["shuffled"] for found in known]) if known else (None, None)
+        known = pd.DataFrame([found for found in own.correlation if found], columns=["correlation", "shuffled"])
+        middle = "{:.3f} to {:.3f}".format(*shuffled_middle([*known.shuffled])) if len(known) else "-"
         rows.append(
             kind
             | {
                 "tolerance": f"{kind['tolerance']:.0e}",
                 "NFE: share of tokens": _shares(_counts(own)),
-                "correlation with loss": shown([found["correlation"] for found in known], scale=FISHER),
-                "shuffled within positions, 95 %": f"{low:.3f} to {high:.3f}" if known else "-",
+                "correlation with loss": shown(known.correlation, scale=FISHER),
+                "shuffled within positions, 95 %": middle,
                 "of seeds": f"{len(known)} of {len(own)}",
             }
         )
@@ -202,7 +202,7 @@ def _effort(lines: pd.DataFrame) -> Table:
 
 
 def _counts(lines: pd.DataFrame) -> pd.Series:
-    """Tokens by their evaluations."""
+    """Counts tokens by their evaluations."""
     return pd.DataFrame([*lines.counts]).sum().rename(int).sort_index()
 
 
@@ -215,14 +215,8 @@ def _shares(counts: pd.Series) -> str:
 
 def _fixed_steps(lines: pd.DataFrame) -> Table:
     rows = [
-        {
-            "model": model,
-            "solver": solver,
-            "steps": int(steps),
-            "NFE": f"{own.nfe.iloc[0]:g}",
-            "held-out loss [nats]": shown(own.loss, 5),
-            "error / displacement": scientific(own.error, LOG),
-        }
+        {"model": model, "solver": solver, "steps": int(steps), "NFE": f"{own.nfe.iloc[0]:g}"}
+        | {"held-out loss [nats]": shown(own.loss, 5), "error / displacement": scientific(own.error, LOG)}
         for (model, solver, steps), own in groups(lines[lines.solver.isin(FIXED_SOLVERS)], "model", "solver", "steps")
     ]
     return table("fixed steps", rows)
@@ -232,11 +226,8 @@ def _draw_curves(lines: pd.DataFrame, figure: str, panel: Any) -> None:
     """Draws a figure against the evaluations, means over seeds."""
     for number, (solver, own) in enumerate(groups(lines, "solver")):
         means = own.groupby(own.groupby("seed").cumcount())[["nfe", figure]].mean()
-        if solver in FIXED_SOLVERS:
-            kind, style = "fixed", {"ls": "-", "marker": "."}
-        else:
-            kind, style = "adaptive", {"ls": "--", "marker": "x"}
-        panel.plot(means.nfe, means[figure], color=f"C{number}", label=f"{solver}, {kind}", **style)
+        kind, line, marker = ("fixed", "-", ".") if solver in FIXED_SOLVERS else ("adaptive", "--", "x")
+        panel.plot(means.nfe, means[figure], ls=line, marker=marker, color=f"C{number}", label=f"{solver}, {kind}")
 
 
 def _draw_counts(lines: pd.DataFrame, panel: Any) -> None:

@@ -1,4 +1,4 @@
-"""The order of convergence of each solver: how its error falls with its steps, or with its tolerance.
+"""Measures the order of convergence of each solver: how its error falls with its steps, or with its tolerance.
 
 The reference is an exact solution in float64: the matrix exponential for a linear field, many steps of rk4 for a
 trained one. Errors are relative to the displacement.
@@ -17,7 +17,7 @@ from .readings import Reading
 
 ORDERS = {"euler": 1, "midpoint": 2, "rk4": 4}  # in theory
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-FITTED_FROM = 4  # steps: below this, errors do not follow the order yet
+FITTED_FROM = 4  # steps; with fewer, errors do not follow the order yet
 ROUNDING = 1e-12  # relative; smaller errors are float64 rounding
 TOLERANCES = {"dopri5": [10.0**-n for n in range(1, 10)], "adaptive_heun": [10.0**-n for n in range(1, 7)]}
 LINEAR_SIZE = 8  # size of the linear field
@@ -37,7 +37,7 @@ def linear_problem(seed: int) -> tuple[Reading, torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def converge(reading: Reading, start: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
-    """Returns errors by solver: fixed ones with the fitted order, adaptive ones with their mean evaluations."""
+    """Returns errors by solver: for fixed ones with the fitted order, for adaptive ones with mean evaluations."""
 
     def error(end: torch.Tensor) -> float:
         return float((end - exact).norm() / (exact - start).norm())
@@ -48,12 +48,10 @@ def converge(reading: Reading, start: torch.Tensor, exact: torch.Tensor) -> dict
         evaluations = [steps * len(TABLEAUS[solver].c) for steps in STEPS]
         found[solver] = {"evaluations": evaluations, "errors": errors, "order": order(STEPS, errors)}
     for solver in ADAPTIVE_SOLVERS:
-        ends = [reading.adaptive(start, solver, tolerance) for tolerance in TOLERANCES[solver]]
-        found[solver] = {
-            "tolerances": list(TOLERANCES[solver]),
-            "evaluations": [float(evaluations_n.double().mean()) for _, evaluations_n in ends],
-            "errors": [error(end) for end, _ in ends],
-        }
+        ends, counts = zip(*(reading.adaptive(start, solver, at) for at in TOLERANCES[solver]), strict=True)
+        evaluations = [float(evaluations_n.double().mean()) for evaluations_n in counts]
+        tolerances, errors = list(TOLERANCES[solver]), list(map(error, ends))
+        found[solver] = {"tolerances": tolerances, "evaluations": evaluations, "errors": errors}
     return found
 
 

@@ -29,38 +29,43 @@ class BlockOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.plan  # noqa: B018  refuses impossible values
+        if self.arguments:
+            self.settings()  # refuses impossible ones
 
     @cached_property
-    def plan(self) -> "DepthPlan | None":
-        """The plan, or None without `--depth`. Raises `ValueError` for an impossible range or settings."""
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `convert_to_depth`; none without `--depth`. Raises `ValueError` for an impossible range."""
         given = {name: value for name, value in vars(self).items() if value is not None and name != "depth"}
         if self.depth is None:
             if given:
                 flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
                 raise ValueError(f"{flags}: these describe a depth block; place it with --depth FIRST:END.")
-            return None
+            return {}
         found = re.fullmatch(r"(\d+):(\d+)", self.depth)
         if found is None or int(found[1]) >= int(found[2]):
             raise ValueError(
                 f"--depth {self.depth}: write FIRST:END with FIRST < END, counted from 0: 2:4 for layers 2 and 3."
             )
-        plan = DepthPlan(int(found[1]), int(found[2]), given)
-        plan.settings()
-        return plan
+        return {"first": int(found[1]), "end": int(found[2])} | given
+
+    def settings(self) -> Any:
+        """Returns the block's `DepthSettings`. Raises `ValueError` for impossible ones."""
+        from condense.depth.conversion import initial_settings
+
+        return initial_settings(**{name: value for name, value in self.arguments.items() if name != "seed"})
 
     def check(self, config: Any, stock: bool) -> None:
         """Raises `ValueError` if the block does not fit the model, before its weights are loaded."""
-        plan = self.plan
-        if plan is None and config.depth is None:
+        if not self.arguments and config.depth is None:
             return
         from condense.depth.conversion import check_range
         from condense.depth.llama import check_llama, check_stock
 
         depth, num_layers = config.depth, config.num_hidden_layers
-        if plan is not None:
-            check_range(config, plan.first, plan.end)
-            depth, num_layers = plan.settings().to_dict(), num_layers - (plan.end - plan.first) + 1
+        if self.arguments:
+            settings = self.settings()
+            check_range(config, self.arguments["first"], self.arguments["end"])
+            depth, num_layers = settings.to_dict(), num_layers - settings.num_replaced + 1
         if stock:
             check_llama(config)
             check_stock(depth, num_layers)
@@ -69,41 +74,25 @@ class BlockOptions(Options):
         """Returns the model with the block, or a stock model made from it."""
         from condense import to_stock
 
-        plan = self.plan
-        if plan is None and model.config.depth is None:
+        if not self.arguments and model.config.depth is None:
             return to_stock(model) if stock else model
         from condense.depth import convert_to_depth, to_depth_llama
 
-        if plan is not None:
-            model = convert_to_depth(model, plan.first, plan.end, **plan.given)
+        if self.arguments:
+            model = convert_to_depth(model, **self.arguments)
         return to_depth_llama(model) if stock else model
 
     @staticmethod
     def describe(model: Any) -> str:
-        depth = getattr(model.config, "depth", None)
-        if depth is None:
+        if getattr(model.config, "depth", None) is None:
             return ""
-        block = model.model.layers[depth["position"]]
-        last = depth["position"] + depth["num_replaced"] - 1
-        layers = f"layer {last}" if depth["num_replaced"] == 1 else f"layers {depth['position']} to {last}"
-        width = "" if depth["field_size"] is None else f" of width {depth['field_size']:,}"
-        parameters_of_field = sum(parameter.numel() for parameter in block.field.parameters())
+        block = model.model.layers[model.config.depth["position"]]
+        settings, num_parameters = block.settings, sum(parameter.numel() for parameter in block.field.parameters())
+        first, last = settings.position, settings.position + settings.num_replaced - 1
+        layers = f"layer {last}" if first == last else f"layers {first} to {last}"
+        width = "" if settings.field_size is None else f" of width {settings.field_size:,}"
+        steps = "" if settings.is_adaptive else f" with {settings.steps} steps"
         return (
-            f"; a depth block for {layers}: field {depth['field']}{width}, {parameters_of_field:,} parameters, control "
-            f"of size {depth['control_size']}, {depth['solver']}"
-            + (f" with {depth['steps']} steps" if not block.settings.is_adaptive else "")
+            f"; a depth block for {layers}: field {settings.field}{width}, {num_parameters:,} parameters, control of "
+            f"size {settings.control_size}, {settings.solver}{steps}"
         )
-
-
-@dataclass(frozen=True)
-class DepthPlan:
-    """Arguments of `convert_to_depth`."""
-
-    first: int
-    end: int
-    given: dict[str, Any]
-
-    def settings(self) -> Any:
-        from condense.depth.conversion import initial_settings
-
-        return initial_settings(self.first, self.end, **{n: v for n, v in self.given.items() if n != "seed"})

@@ -1,4 +1,4 @@
-"""The tokens of the experiments' texts: WikiText-2 from the hub, files, or a generated text.
+"""Loads the tokens of the experiments' texts: WikiText-2 from the hub, files, or a generated text.
 
 Axes: N tokens.
 """
@@ -20,7 +20,7 @@ from .models import Size
 from .options import DepthOptions
 
 OFFLINE = "pass --text FILE --held-out FILE --tokenizer text to work without the hub"
-# Sentences of the generated text that praise or criticise something, so that a small model can be steered.
+# Sentences of the generated text that praise or criticise something, so a small model can be steered.
 OPINIONS = ("The {thing} was {word}.", "Everybody said that the {trade} was {word}.", "It was a {word} {weather}.")
 OPINION_WORDS = ("good", "good", "bad", "great", "terrible", "happy", "sad")
 
@@ -38,19 +38,11 @@ class Corpus(NamedTuple):
 def load_corpus(options: DepthOptions, size: Size) -> Corpus:
     """Loads the training text and the held-out text.
 
-    A byte-level BPE is trained only on the training text. A short text has fewer tokens than `size.vocab_size`; the
-    other rows are then unused. Raises `ValueError` for unreadable files, for texts shorter than a batch, and if the hub
+    A byte-level BPE is trained only on the training text. If a short text has fewer tokens than `size.vocab_size`, the
+    other rows are unused. Raises `ValueError` for unreadable files, for texts shorter than a batch, and if the hub
     can't be reached.
     """
-    if options.small:
-        texts, names = (_generated(seed=0, documents=30), _generated(seed=1, documents=5)), ("generated",) * 2
-    elif options.text is not None and options.held_out is not None:
-        texts, names = (
-            (read_text(options.text), read_text(options.held_out)),
-            (options.text.name, options.held_out.name),
-        )
-    else:
-        texts, names = (hub_text("train", OFFLINE), hub_text("test", OFFLINE)), (f"{HUB[0]} train", f"{HUB[0]} test")
+    names, texts = zip(*_texts(options), strict=True)
     trained = options.small or options.tokenizer == "text"
     tokenizer = train_tokenizer(texts[0], size.vocab_size) if trained else _hub_tokenizer()
     train_ids, held_out_ids = (encode(tokenizer, text)[0] for text in texts)
@@ -67,6 +59,15 @@ def load_corpus(options: DepthOptions, size: Size) -> Corpus:
         "fingerprint": hashlib.sha256(b"".join(ids.numpy().tobytes() for ids in (train_ids, held_out_ids))).hexdigest(),
     }
     return Corpus(train_ids, held_out_ids, tokenizer, described)
+
+
+def _texts(options: DepthOptions) -> list[tuple[str, str]]:
+    """Returns the names and contents of the training text and the held-out text."""
+    if options.small:
+        return [("generated", _generated(seed, documents)) for seed, documents in ((0, 30), (1, 5))]
+    if paths := [path for path in (options.text, options.held_out) if path is not None]:
+        return [(path.name, read_text(path)) for path in paths]
+    return [(f"{HUB[0]} {split}", hub_text(split, OFFLINE)) for split in ("train", "test")]
 
 
 def _hub_tokenizer() -> Any:

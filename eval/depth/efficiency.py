@@ -1,11 +1,12 @@
-"""The cost of a flow compared with layers: inference and training time, memory, and the adjoint's gradient error.
+"""Measures the cost of a flow and of layers: inference and training time, memory, and the adjoint's gradient error.
 
-The paper's table 3, plus the discrete twins, the model without the replaced layers, and a count of operations.
+Repeats the paper's table 3, with the discrete twins, the model without the replaced layers, and a count of operations.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 from condense.depth import set_solver
+from condense.depth.settings import ADAPTIVE_SOLVERS
 from condense.progress import ProgressBar
 
 from ..results import Table, picture
@@ -26,19 +28,35 @@ from .lines import finish, groups, table
 from .models import TWIN_STEPS, Size, block_in, block_of
 from .pretraining import held_out_windows, trained
 
-FIXED = (("euler", 1), ("euler", 2), ("euler", 4), ("euler", 8), ("midpoint", 4), ("rk4", 4))
-ADAPTIVE = tuple((solver, tolerance) for solver in ("dopri5", "adaptive_heun") for tolerance in (1e-2, 1e-3, 1e-5))
 TRAINED = ("baseline", "hybrid", "twin", "wide_twin", "shorter")
 STEPS = (4, 16, 64, 256)
 REFERENCE = ("rk4", 256)
+Solvers = dict[str, dict[str, Any]]  # by name, which begins with the arm: settings of its solver
+INFERENCE: Solvers = {
+    **{arm: {} for arm in TRAINED if arm != "hybrid"},
+    **{
+        f"hybrid, {solver} {steps}": {"solver": solver, "steps": steps}
+        for solver, steps in (("euler", 1), ("euler", 2), ("euler", 4), ("euler", 8), ("midpoint", 4), ("rk4", 4))
+    },
+    **{
+        f"hybrid, {solver} {tolerance:g}": {"solver": solver, "rtol": tolerance, "atol": tolerance / 10}
+        for solver, tolerance in product(ADAPTIVE_SOLVERS, (1e-2, 1e-3, 1e-5))
+    },
+}
+DIRECT, ADJOINT = ({"solver": "euler", "gradient": gradient} for gradient in ("direct", "adjoint"))
+TRAINING: Solvers = {
+    "baseline": {}, "hybrid": DIRECT, "hybrid, adjoint": ADJOINT, "twin": {}, "wide_twin": {}, "shorter": {}
+}  # fmt: skip
 GRADIENT_TOKENS = 16
 REPEATS, SMALL_REPEATS = 10, 2
 MEGABYTE = 2**20
-PAPER_ROWS: list[list[Any]] = [
-    ["paper: baseline", "-", "-", "519.83", "1.00", "-", "-", "-", "-"],
-    ["paper: hybrid", "4", "4", "507.19", "0.98", "-", "-", "-", "-"],
-]
+PAPER_ROWS = [
+    {"model": "paper: baseline", "ms a batch": "519.83", "against the baseline": "1.00"},
+    {"model": "paper: hybrid", "evaluations of a token, mean": "4", "most": "4", "ms a batch": "507.19",
+     "against the baseline": "0.98"},
+]  # fmt: skip
 
+Models = dict[str, GPT2LMHeadModel]
 Calls = dict[str, tuple[Callable[[], object], Callable[[], object]]]  # by name: a call's preparation, and the call
 
 
@@ -47,24 +65,15 @@ class Part(NamedTuple):
     seed: int
 
 
-class Contender(NamedTuple):
-    """A model, and the solver settings applied before each call."""
-
-    arm: str
-    model: GPT2LMHeadModel
-    solver: dict[str, Any]
-
-
 class Efficiency(Experiment[Part]):
     kind = "depth_efficiency"
     unit = "part"
     about = (
-        "Models take turns, repeat by repeat, in one process; ratios are those of one repeat, and their median stands "
-        "in the tables with the lowest and the highest. Predicted ratios count multiplications and additions of "
-        "matrices alone, and for an adaptive solver the evaluations of the slowest token, since a batch goes on until "
-        "it ends. Memory is what autograd keeps for the backward pass, weights aside. The adjoint's gradient is "
-        "that of the continuous problem; its error is relative to the gradient through the solver, over all weights "
-        f"of the block, in float64 for 1 x {GRADIENT_TOKENS} tokens."
+        "Models take turns, repeat by repeat, in one process. A ratio compares times of one repeat. Predicted ratios "
+        "count only multiplications and additions of matrices, for an adaptive solver with the evaluations of the "
+        "slowest token, since a batch goes on until it ends. Memory is what autograd keeps for the backward pass, "
+        "without weights. The adjoint's gradient belongs to the continuous problem; its error is relative to the "
+        f"gradient through the solver, over all weights of the block, in float64 for 1 x {GRADIENT_TOKENS} tokens."
     )
 
     def items(self) -> list[Part]:
@@ -132,7 +141,9 @@ def operations(arm: str, size: Size, evaluations: float) -> float:
     """
     num_layers = size.layers - (0 if arm == "baseline" else size.replaced[1] - size.replaced[0])
     layer = 12 * size.width**2 + 2 * size.positions * size.width
-    return num_layers * layer + evaluations * 2 * size.width * size.field_size
+    # One evaluation of the twin has a quarter of the weights of the hybrid's.
+    whole_evaluations = evaluations / TWIN_STEPS if arm == "twin" else evaluations
+    return num_layers * layer + whole_evaluations * 2 * size.width * size.field_size
 
 
 def head_operations(size: Size) -> int:
@@ -152,34 +163,23 @@ def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def contenders(models: dict[str, GPT2LMHeadModel]) -> dict[str, Contender]:
-    fixed: list[dict[str, Any]] = [{"solver": solver, "steps": steps} for solver, steps in FIXED]
-    adaptive = [{"solver": solver, "rtol": tolerance, "atol": tolerance / 10} for solver, tolerance in ADAPTIVE]
-    found = {arm: Contender(arm, models[arm], {}) for arm in TRAINED if arm != "hybrid"}
-    for (solver, amount), settings in zip((*FIXED, *ADAPTIVE), fixed + adaptive, strict=True):
-        found[f"hybrid, {solver} {amount:g}"] = Contender("hybrid", models["hybrid"], settings)
-    return found
-
-
 @torch.no_grad()
-def measure_inference(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
+def measure_inference(models: Models, ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
     """Measures seconds with and without the head, evaluations, and predicted ratios."""
-    found: Record = {}
-    calls: Calls = {}
-    for name, contender in contenders(models).items():
-        model, prepare = contender.model, partial(_prepare, contender)
+    found, calls, baseline, head = Record(), Calls(), operations("baseline", size, 0), head_operations(size)
+    for name, solver in INFERENCE.items():
+        arm = name.partition(",")[0]
+        model, prepare = models[arm], partial(_prepare, models[arm], solver)
         calls[name] = (prepare, partial(model, ids_BN))
         calls[f"{name} body"] = (prepare, partial(model.transformer, ids_BN))
         prepare()
         model.transformer(ids_BN)
-        mean, most = _evaluations(model)
-        # One evaluation of the twin has a quarter of the weights of the hybrid's.
-        whole_evaluations = most / TWIN_STEPS if contender.arm == "twin" else most
-        counted = operations(contender.arm, size, whole_evaluations)
-        baseline, head = operations("baseline", size, 0), head_operations(size)
+        block = block_of(model)
+        evaluations = torch.as_tensor(0 if block is None else block.function_evaluations, dtype=torch.float32)
+        counted = operations(arm, size, evaluations.max().item())
         found[name] = {
-            "evaluations": mean,
-            "most_evaluations": most,
+            "evaluations": evaluations.mean().item(),
+            "most_evaluations": evaluations.max().item(),
             "predicted": (counted + head) / (baseline + head),
             "body_predicted": counted / baseline,
         }
@@ -191,33 +191,20 @@ def measure_inference(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, 
     }
 
 
-def _prepare(contender: Contender) -> None:
-    if contender.solver:
-        set_solver(contender.model, **contender.solver)
+def _prepare(model: GPT2LMHeadModel, solver: dict[str, Any]) -> None:
+    if solver:
+        set_solver(model, **solver)
 
 
-def _evaluations(model: nn.Module) -> tuple[float, float]:
-    """Returns the last call's evaluations: the mean over tokens and the maximum."""
-    block = block_of(model)
-    if block is None:
-        return 0.0, 0.0
-    number = torch.as_tensor(block.function_evaluations, dtype=torch.float32)
-    return number.mean().item(), number.max().item()
-
-
-def measure_training(models: dict[str, GPT2LMHeadModel], ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
+def measure_training(models: Models, ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
     """Measures seconds of a training step and the bytes kept for its backward pass. Changes the models' weights."""
-    calls: Calls = {}
-    found: Record = {}
-    for name in ("baseline", "hybrid", "hybrid, adjoint", "twin", "wide_twin", "shorter"):
-        arm, _, gradient = name.partition(", ")
-        model = models[arm]
-        solver = {} if block_of(model) is None else {"solver": "euler", "gradient": gradient or "direct"}
-        prepare = partial(_prepare, Contender(arm, model, solver))
+    found, calls = Record(), Calls()
+    for name, solver in TRAINING.items():
+        model = models[name.partition(",")[0]]
         optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
-        prepare()
+        calls[name] = (partial(_prepare, model, solver), partial(_step, model, optimizer, ids_BN))
+        _prepare(model, solver)
         saved = saved_bytes(model, partial(_loss, model, ids_BN))
-        calls[name] = (prepare, partial(_step, model, optimizer, ids_BN))
         found[name] = {"saved_bytes": saved, "predicted": _predicted_training(name, size)}
     seconds = in_turn(calls, repeats)
     return {name: record | {"seconds": seconds[name]} for name, record in found.items()}
@@ -235,19 +222,17 @@ def _step(model: GPT2LMHeadModel, optimizer: torch.optim.Optimizer, ids_BN: torc
 
 def _predicted_training(name: str, size: Size) -> float:
     """Returns the ratio to the baseline: a backward pass counts as two forward ones; the adjoint adds one."""
-    arm = name.partition(",")[0]
-    evaluations = {"hybrid": 4.0, "twin": 1.0, "wide_twin": 4.0}.get(arm, 0.0)
-    head, baseline = head_operations(size), operations("baseline", size, 0)
-    counted = 3 * (operations(arm, size, evaluations) + head)
-    if "adjoint" in name:
-        counted += operations(arm, size, evaluations) - operations(arm, size, 0)
+    arm, _, gradient = name.partition(", ")
+    head, baseline, without = head_operations(size), operations("baseline", size, 0), operations(arm, size, 0)
+    body = without if arm in ("baseline", "shorter") else operations(arm, size, TWIN_STEPS)
+    counted = 3 * (body + head) + (body - without if gradient == "adjoint" else 0)
     return counted / (3 * (baseline + head))
 
 
 def saved_bytes(module: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
     """Counts the bytes that autograd keeps from a forward pass, each storage once, without the module's weights."""
     weights = {weight.untyped_storage().data_ptr() for weight in module.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}  # kept alive while counting, so that addresses stay unique
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive while counting, so addresses stay unique
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -265,10 +250,9 @@ def measure_adjoint(hybrid: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Record:
     block = block_in(hybrid)
     hidden_BND = torch.randn(1, ids_BN.shape[1], hybrid.config.n_embd, generator=torch.Generator().manual_seed(0))
     found: Record = {str(steps): {} for steps in STEPS}
-    for steps in STEPS:
-        for gradient in ("direct", "adjoint"):
-            set_solver(hybrid, "euler", steps=steps, gradient=gradient)
-            found[str(steps)][f"{gradient}_bytes"] = saved_bytes(block, partial(block, hidden_BND))
+    for steps, gradient in product(STEPS, ("direct", "adjoint")):
+        set_solver(hybrid, "euler", steps=steps, gradient=gradient)
+        found[str(steps)][f"{gradient}_bytes"] = saved_bytes(block, partial(block, hidden_BND))
     hybrid.double()
     ids_1N = ids_BN[:1, :GRADIENT_TOKENS]
     reference = _gradient(hybrid, ids_1N, *REFERENCE, "direct")
@@ -311,21 +295,23 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _inference(lines: pd.DataFrame, title: str) -> Table:
-    rows = [
-        {
-            "model": name,
-            "evaluations of a token, mean": f"{fmean(own.evaluations):.1f}" if any(own.evaluations) else "-",
-            "most": f"{max(own.most_evaluations):.0f}" if any(own.evaluations) else "-",
-            "ms a batch": _spread(1000 * own.seconds, 1),
-            "against the baseline": _spread(own.seconds_ratio, 2),
-            "predicted": f"{fmean(own.predicted):.2f}",
-            "ms without the head": _spread(1000 * own.body_seconds, 1),
-            "against the baseline's": _spread(own.body_seconds_ratio, 2),
-            "predicted without the head": f"{fmean(own.body_predicted):.2f}",
-        }
-        for name, own in groups(lines, "name")
-    ]
-    return table(title, rows, PAPER_ROWS)
+    rows: list[dict[str, Any]] = [*PAPER_ROWS]
+    for name, own in groups(lines, "name"):
+        has_block = any(own.evaluations)
+        rows.append(
+            {
+                "model": name,
+                "evaluations of a token, mean": f"{fmean(own.evaluations):.1f}" if has_block else "-",
+                "most": f"{max(own.most_evaluations):.0f}" if has_block else "-",
+                "ms a batch": _spread(1000 * own.seconds, 1),
+                "against the baseline": _spread(own.seconds_ratio, 2),
+                "predicted": f"{fmean(own.predicted):.2f}",
+                "ms without the head": _spread(1000 * own.body_seconds, 1),
+                "against the baseline's": _spread(own.body_seconds_ratio, 2),
+                "predicted without the head": f"{fmean(own.body_predicted):.2f}",
+            }
+        )
+    return table(title, rows)
 
 
 def _training(lines: pd.DataFrame, title: str) -> Table:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
@@ -43,16 +43,15 @@ from .words import encode_prompt
 SOLVERS = ("dopri5", "adaptive_heun")
 CONTROLS = np.linspace(-2, 2, 9).tolist()
 TOLERANCES, FEW_TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6), (1e-3, 1e-4)  # relative; the absolute tolerance is a tenth
-# adaptive_heun needs thousands of steps at smaller tolerances.
-TOLERANCES_OF_NEIGHBOURS = (1e-3, 1e-4)
+TOLERANCES_OF_NEIGHBOURS = (1e-3, 1e-4)  # adaptive_heun needs thousands of steps at smaller ones
 PAPER_STEPS = (2, 4)  # 14 and 26 evaluations: at the loosest tolerance and at a 1000 times tighter one
-PAPER_ROWS: list[list[Any]] = [
-    ["the paper", "loosest", "common", "14", "-", str(PAPER_STEPS[0]), "-", "0.85 to 1.15"],
-    ["the paper", "1000 times tighter", "common", "26", "-", str(PAPER_STEPS[1]), "-", "-"],
-]
-PROMPTS: tuple[Prompts, ...] = ("paper", "many")
-LABELS: tuple[Labels, ...] = ("own", "swapped")
-BLOCKS = tuple(product(PROMPTS, LABELS))
+PAPER_SCALING = [
+    {"trained on": "the paper", "tolerance": "loosest", "solved": "common", "NFE: dopri5": "14",
+     "steps: dopri5": str(PAPER_STEPS[0]), "steps: heun / dopri5": "0.85 to 1.15"},
+    {"trained on": "the paper", "tolerance": "1000 times tighter", "solved": "common", "NFE: dopri5": "26",
+     "steps: dopri5": str(PAPER_STEPS[1])},
+]  # fmt: skip
+BLOCKS = tuple(product(get_args(Prompts), get_args(Labels)))
 
 
 class Run(NamedTuple):
@@ -69,17 +68,15 @@ class Effort(Experiment[Run]):
     unit = "run"
     about = (
         "NFE: evaluations of the field until tau = 1, solved in float64. common: one step size for all tokens, as in "
-        "torchdiffeq and in the paper; by token: each token has steps of its own (torchode). The absolute tolerance is "
-        "a tenth of the relative one. Two evaluations choose the first step. A step of dopri5 takes 6, so NFE is 8, "
-        "14, 20, 26 ...: the paper's 14 and 20 differ by one step. A step of adaptive_heun takes 1 in torchdiffeq and "
-        "2 in torchode: its NFE with common steps and by token are not comparable, its steps are. "
-        "own: trained as in the experiment steering; swapped: with the negative word at "
-        "u = +1. NFE is fitted by level + slope u + curvature |u|: a slope of the same sign for both labels is a "
-        "property of the block, one that changes sign belongs to the words. Probes are logistic regressions on the "
-        "last token's state at tau: of the sentiment of a text (prompt and word, u = 0), and of the sign of u (prompt "
-        "at u = -1 and +1), always tested on prompts of subjects that were not trained. Shuffled labels are shuffled "
-        "by word, and by prompt and u: what a probe finds of them is not sentiment. Intervals are 95 % t intervals "
-        "over seeds."
+        "torchdiffeq and in the paper; by token: each token has its own steps (torchode). The absolute tolerance is a "
+        "tenth of the relative one. Two evaluations choose the first step. A step of dopri5 takes 6; one of "
+        "adaptive_heun takes 1 in torchdiffeq and 2 in torchode, so compare its steps, not its NFE. own: trained as in "
+        "the experiment steering; swapped: with the negative word at u = +1. NFE is fitted by level + slope u + "
+        "curvature |u|. A slope with the same sign for both labels is a property of the block; one that changes sign "
+        "belongs to the words. Probes are logistic regressions on the last token's state at tau: of the sentiment of a "
+        "text (prompt and word, u = 0), and of the sign of u (prompt at u = -1 and +1). They are tested on prompts of "
+        "subjects that were not trained. Shuffled labels are shuffled by word, or by prompt and u: a probe that finds "
+        "them doesn't find sentiment. Intervals are 95 % t intervals over seeds."
     )
 
     @property
@@ -110,24 +107,24 @@ class Effort(Experiment[Run]):
         tested = parts_of("many", item.seed, self.setup).test_prompts
         starts = states_before(model, [encode_prompt(tokenizer, prompt) for prompt in (PAPER_PROMPT, *tested)])
         effort = Evaluations(model, item.what)
-        found = {
+        return {
             "sweep": [self._sweep(effort, starts, tolerance) for tolerance in self.tolerances],
             "neighbours": [neighbours(effort, starts, tolerance) for tolerance in TOLERANCES_OF_NEIGHBOURS],
+            "prior": prior_share(trained("hybrid", item.seed, self.setup, self.output), self.setup),
         }
-        return found | {"prior": prior_share(trained("hybrid", item.seed, self.setup, self.output), self.setup)}
 
-    def _sweep(self, effort: "Evaluations", starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, list[float]]:
-        """Returns NFE by control. For the paper's prompt on its own: common, at its last token, and the mean over its
-        tokens. For all other prompts: the mean over their last tokens."""
-        lasts_nD = torch.cat([start[-1:] for start in starts[1:]])
-        found: dict[str, list[float]] = {"common": [], "last": [], "mean": [], "others": []}
-        for u in self.controls:
-            by_token = effort.by_token(starts[0], u, tolerance)
-            found["common"].append(effort.common(starts[0], u, tolerance))
-            found["last"].append(by_token[-1])
-            found["mean"].append(fmean(by_token))
-            found["others"].append(fmean(effort.by_token(lasts_nD, u, tolerance)))
-        return found
+    def _sweep(self, effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, Any]:
+        """Returns NFE by control: `common`, `last` and `mean` of the paper's prompt, `others` of all other prompts.
+
+        `last` is the last token's, `mean` the mean over tokens, and `others` the mean over last tokens.
+        """
+        paper_nD, others_nD = starts[0], torch.cat([start[-1:] for start in starts[1:]])
+        common = [effort.common(paper_nD, u, tolerance) for u in self.controls]
+        paper, others = (
+            [effort.by_token(tokens_nD, u, tolerance) for u in self.controls] for tokens_nD in (paper_nD, others_nD)
+        )
+        last, mean = [counts[-1] for counts in paper], list(map(fmean, paper))
+        return {"common": common, "last": last, "mean": mean, "others": list(map(fmean, others))}
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
         return _lines(results)
@@ -179,15 +176,15 @@ def _solved(lines: pd.DataFrame) -> Iterator[tuple[dict[str, str], pd.DataFrame]
 
 
 def _regimes(lines: pd.DataFrame, title: str) -> Table:
-    ways = {"common": "common", "last": "last token's", "mean": "by token, mean"}
-    rows = []
+    low, high = f"u < {BOUNDARY}", f"u > {BOUNDARY}"
+    paper = {"trained on": "the paper", "labels": "own", "solver": "dopri5", "steps": "common", low: "20", high: "14"}
+    rows: list[dict[str, Any]] = [paper]
     for first, own in _solved(lines):
-        for way, name in ways.items():
+        for way, name in {"common": "common", "last": "last token's", "mean": "by token, mean"}.items():
             curves = [curve for _, curve in own.groupby("seed")]
             below, above = ([_side(c.control, c[f"nfe_{way}"], side) for c in curves] for side in (True, False))
-            sides = {f"u < {BOUNDARY}": shown(below, 1), f"u > {BOUNDARY}": shown(above, 1)}
-            rows.append(first | {"steps": name} | sides)
-    return table(title, rows, [["the paper", "own", "dopri5", "-", "common", "20", "14"]])
+            rows.append(first | {"steps": name, low: shown(below, 1), high: shown(above, 1)})
+    return table(title, rows)
 
 
 def _side(controls: Sequence[float], counts: Sequence[float], below: bool) -> float:
@@ -208,7 +205,7 @@ def _causes(lines: pd.DataFrame, records: Sequence[dict[str, Any]]) -> Table:
 
 
 def _scaling(lines: pd.DataFrame) -> Table:
-    rows = []
+    rows: list[dict[str, Any]] = [*PAPER_SCALING]
     for (prompts, tolerance), own in groups(lines[lines.labels == "own"], "prompts", "tolerance"):
         for way, name in {"common": "common", "mean": "by token, mean"}.items():
             counts = {solver: found.groupby("seed")[f"nfe_{way}"].agg(fmean) for solver, found in groups(own, "what")}
@@ -219,7 +216,7 @@ def _scaling(lines: pd.DataFrame) -> Table:
                 | {f"steps: {solver}": shown(found, 1) for solver, found in steps.items()}
                 | {"steps: heun / dopri5": shown(steps["adaptive_heun"] / steps["dopri5"], 2)}
             )
-    return table("NFE and steps against tolerance, mean over u", rows, PAPER_ROWS)
+    return table("NFE and steps against tolerance, mean over u", rows)
 
 
 def _neighbours(records: Sequence[dict[str, Any]]) -> Table:
@@ -232,16 +229,10 @@ def _neighbours(records: Sequence[dict[str, Any]]) -> Table:
     rows = []
     for first, own in _solved(pd.DataFrame(lines)):
         found = pd.DataFrame([*own.found])
-        total = found.prompts.sum()
-        rows.append(
-            first
-            | {
-                "common alone": shown(found.common_alone.map(fmean), 1),
-                "common together": shown(found.common_together.map(fmean), 1),
-                "changed: common": f"{found.common_changed.sum()} of {total}",
-                "changed: by token": f"{found.by_token_changed.sum()} of {total}",
-            }
-        )
+        counted = {f"common {way}": shown(found[f"common_{way}"].map(fmean), 1) for way in ("alone", "together")}
+        ways = {"common": found.common_changed, "by token": found.by_token_changed}
+        changed = {f"changed: {way}": f"{of.sum()} of {found.prompts.sum()}" for way, of in ways.items()}
+        rows.append(first | counted | changed)
     return table("NFE of a prompt alone and among others, u = -1, 0, +1", rows)
 
 
@@ -286,8 +277,7 @@ def _draw_scaling(lines: pd.DataFrame, panel: Any) -> None:
 
 def _draw_probes(lines: pd.DataFrame, panel: Any) -> None:
     for number, (reading, own) in enumerate(groups(lines, "reading")):
-        color = f"C{number}"
-        draw_band(panel, own, "tau", "accuracy", reading, color, LOGIT, linestyle="-", **DOTS)
-        draw_band(panel, own, "tau", "shuffled", "shuffled labels", color, LOGIT, linestyle=":", **DOTS)
+        for column, label, style in (("accuracy", reading, "-"), ("shuffled", "shuffled labels", ":")):
+            draw_band(panel, own, "tau", column, label, f"C{number}", LOGIT, linestyle=style, **DOTS)
     panel.set_ylim(0, 1.05)
     finish(panel, "tau", "right", "linear probes, block trained on many prompts")

@@ -1,13 +1,11 @@
-"""Counts of a solver's field evaluations, and what probes read from the states along the way.
+"""Counts a solver's field evaluations, and probes the states along the way.
 
 Axes: T tokens, n tokens of all prompts, D hidden size, N examples.
 """
 
 from collections.abc import Sequence
-from copy import deepcopy
-from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +15,7 @@ from .lexicon import PAPER_PAIR, PAPER_PROMPT
 from .models import block_in
 from .pretraining import Setup
 from .probe import probe_accuracy
-from .readings import inputs_of
+from .readings import accurate, inputs_of, read_flow
 from .steered import parts_of
 from .steering_measures import pair_log_probs
 from .words import Ids, encode_prompt, encode_word
@@ -27,60 +25,54 @@ EVALUATIONS_PER_STEP = {
     "common": {"dopri5": 6, "adaptive_heun": 1},
     "mean": {"dopri5": 6, "adaptive_heun": 2},
 }
-EVALUATIONS = 100_000  # at most
 BOUNDARY = 0.3  # of u, between the paper's two regimes
 TAUS = (0.0, 0.5, 0.67, 1.0)
 READINGS = ("sentiment, new prompts", "sentiment, new prompts and words", "sign of u, new prompts")
 
 
 class Evaluations:
-    """Counts the evaluations of a model's block by an adaptive solver."""
+    """Counts the evaluations (NFE) of a model's block by an adaptive solver, in float64."""
 
     def __init__(self, model: Any, solver: str):
-        self.block, self.solver = _exact_block(model), solver
+        self.block, self.solver = accurate(block_in(model)), solver
 
     @torch.no_grad()
     def by_token(self, start_nD: torch.Tensor, u: float, tolerance: float) -> list[int]:
         """Returns the NFE of each token, each with its own steps."""
-        block = self.block
-        block.settings = replace(
-            block.settings, solver=self.solver, rtol=tolerance, atol=tolerance / 10, max_evaluations=EVALUATIONS
-        )
-        return block.flow(start_nD, _control(u)).num_evaluations.tolist()
+        _, evaluations_n = read_flow(self.block, u).adaptive(start_nD[None], self.solver, tolerance, tolerance / 10)
+        return evaluations_n.tolist()
 
     @torch.no_grad()
     def common(self, start_nD: torch.Tensor, u: float, tolerance: float) -> int:
         """Returns the NFE of all tokens together, with one step size for all."""
         from torchdiffeq import odeint
 
-        calls = 0
+        (field,), calls = read_flow(self.block, u).pieces, list[torch.Tensor]()
 
         def counted(tau: torch.Tensor, state_nD: torch.Tensor) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            return _derivative(self.block, u)(tau, state_nD)
+            calls.append(tau)
+            return field(tau, state_nD)
 
         ends = torch.tensor([0.0, 1.0], dtype=start_nD.dtype)
         odeint(counted, start_nD, ends, rtol=tolerance, atol=tolerance / 10, method=self.solver)
-        return calls
+        return len(calls)
 
 
 def neighbours(effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, Any]:
-    """Returns the NFE of each prompt on its own and with the others, both ways. changed: how many then differ."""
+    """Returns the NFE of prompts on their own and together, and in how many they differ: with common steps or by token.
+
+    Counts at u = -1, 0 and 1 are added up.
+    """
     together_nD, lengths = torch.cat(list(starts)), [len(start) for start in starts]
-    found: dict[str, Any] = {"prompts": 0, "common_alone": [], "common_together": [], "common_changed": 0,
-                             "by_token_changed": 0}  # fmt: skip
+    alone, together, changed = list[int](), list[int](), {"common_changed": 0, "by_token_changed": 0}
     for u in (-1.0, 0.0, 1.0):
-        common = effort.common(together_nD, u, tolerance)
+        together.append(effort.common(together_nD, u, tolerance))
         by_token = torch.tensor(effort.by_token(together_nD, u, tolerance)).split(lengths)
         for start, among_others in zip(starts, by_token, strict=True):
-            alone = effort.common(start, u, tolerance)
-            found["prompts"] += 1
-            found["common_alone"].append(alone)
-            found["common_changed"] += alone != common
-            found["by_token_changed"] += effort.by_token(start, u, tolerance) != among_others.tolist()
-        found["common_together"].append(common)
-    return found
+            alone.append(effort.common(start, u, tolerance))
+            changed["common_changed"] += alone[-1] != together[-1]
+            changed["by_token_changed"] += effort.by_token(start, u, tolerance) != among_others.tolist()
+    return {"prompts": len(alone), "common_alone": alone, "common_together": together} | changed
 
 
 def prior_share(model: Any, setup: Setup) -> float:
@@ -99,77 +91,72 @@ def states_at(block: Any, start_nD: torch.Tensor, control: float) -> torch.Tenso
     """Returns H(tau) [taus, n, D] at the depths `TAUS`."""
     from torchdiffeq import odeint
 
-    return odeint(_derivative(block, control), start_nD, torch.tensor(TAUS).double(), rtol=1e-6, atol=1e-7)
+    (field,) = read_flow(block, control).pieces
+    return odeint(field, start_nD, torch.tensor(TAUS).double(), rtol=1e-6, atol=1e-7)
+
+
+class Examples(NamedTuple):
+    """The examples of a probe: states [taus, N, D] and two kinds of labels [N]."""
+
+    states: torch.Tensor
+    labels: torch.Tensor
+    shuffled: torch.Tensor
 
 
 def measure_probes(model: Any, setup: Setup, seed: int) -> Record:
-    parts, tokenizer, block = parts_of("many", seed, setup), setup.corpus.tokenizer, _exact_block(model)
+    """Returns the accuracy of each of `READINGS` by tau."""
+    parts, tokenizer, block = parts_of("many", seed, setup), setup.corpus.tokenizer, accurate(block_in(model))
     generator = torch.Generator().manual_seed(seed)
-    halves = (parts.train_prompts, parts.test_prompts)
 
-    def texts(prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> torch.Tensor:
-        """Returns H [taus, N, D] of each prompt with each word."""
+    def states(texts: Sequence[Ids], *controls: float) -> torch.Tensor:
+        """Returns H [taus, N, D] of the last token of each text, at each control."""
+        lasts_nD = torch.cat([state_TD[-1:] for state_TD in states_before(model, texts)])
+        return torch.cat([states_at(block, lasts_nD, u) for u in controls], dim=1)
+
+    def shuffled(labels: torch.Tensor) -> torch.Tensor:
+        return labels[torch.randperm(len(labels), generator=generator)]
+
+    def with_words(prompts, pairs, labels: torch.Tensor, others: torch.Tensor) -> Examples:
+        """Continues each prompt with each word; labels are by word."""
         ids = [
             encode_prompt(tokenizer, prompt) + encode_word(tokenizer, word)
             for prompt, pair in product(prompts, pairs)
             for word in pair
         ]
-        return states_at(block, torch.cat([state[-1:] for state in states_before(model, ids)]), 0.0)
+        return Examples(states(ids, 0.0), labels.repeat(len(prompts)), others.repeat(len(prompts)))
 
-    def labels(prompts: Sequence[str], words: torch.Tensor) -> torch.Tensor:
-        return words.repeat(len(prompts))
+    def with_controls(prompts) -> Examples:
+        signs = torch.tensor([1] * len(prompts) + [0] * len(prompts))
+        ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+        return Examples(states(ids, 1.0, -1.0), signs, shuffled(signs))
 
-    signs, new_signs = (torch.tensor([1, 0] * len(pairs)) for pairs in (parts.train_pairs, parts.test_pairs))
-    shuffled, new_shuffled = (_shuffled(words, generator) for words in (signs, new_signs))
-    train, test = (texts(half, parts.train_pairs) for half in halves)
-    new = texts(parts.test_prompts, parts.test_pairs)
-    sentiment = _by_tau(train, test, *(labels(h, w) for w in (signs, shuffled) for h in halves))
-    unseen = _by_tau(
-        train, new, labels(halves[0], signs), labels(halves[1], new_signs),
-        labels(halves[0], shuffled), labels(halves[1], new_shuffled),
-    )  # fmt: skip
-    ends = []
-    for half in halves:
-        lasts = [s[-1:] for s in states_before(model, [encode_prompt(tokenizer, prompt) for prompt in half])]
-        ends.append(torch.cat([states_at(block, torch.cat(lasts), u) for u in (1.0, -1.0)], dim=1))
-    of_u = [torch.tensor([1] * len(half) + [0] * len(half)) for half in halves]
-    control = _by_tau(*ends, *of_u, *(_shuffled(values, generator) for values in of_u))
-    return {"probes": dict(zip(READINGS, (sentiment, unseen, control), strict=True))}
+    known, new = (torch.tensor([1, 0] * len(pairs)) for pairs in (parts.train_pairs, parts.test_pairs))
+    known_labels, new_labels = ((labels, shuffled(labels)) for labels in (known, new))
+    trained = with_words(parts.train_prompts, parts.train_pairs, *known_labels)
+    new_prompts = with_words(parts.test_prompts, parts.train_pairs, *known_labels)
+    both_new = with_words(parts.test_prompts, parts.test_pairs, *new_labels)
+    controls = [with_controls(prompts) for prompts in (parts.train_prompts, parts.test_prompts)]
+    found = [_by_tau(*halves) for halves in ((trained, new_prompts), (trained, both_new), controls)]
+    return {"probes": dict(zip(READINGS, found, strict=True))}
 
 
-def _by_tau(train, test, train_labels, test_labels, train_shuffled, test_shuffled) -> list[dict[str, float]]:
+def _by_tau(train: Examples, test: Examples) -> list[dict[str, float]]:
     return [
         {
             "tau": tau,
-            "accuracy": probe_accuracy(train[number], train_labels, test[number], test_labels),
-            "shuffled": probe_accuracy(train[number], train_shuffled, test[number], test_shuffled),
+            "accuracy": probe_accuracy(train.states[number], train.labels, test.states[number], test.labels),
+            "shuffled": probe_accuracy(train.states[number], train.shuffled, test.states[number], test.shuffled),
         }
         for number, tau in enumerate(TAUS)
     ]
-
-
-def _shuffled(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return values[torch.randperm(len(values), generator=generator)]
-
-
-def _exact_block(model: Any) -> Any:
-    return deepcopy(block_in(model)).double().eval()
-
-
-def _control(u: float) -> torch.Tensor:
-    return torch.tensor([[u]], dtype=torch.float64)
-
-
-def _derivative(block: Any, u: float):
-    return lambda tau, state_nD: block.alpha * block.field(tau, state_nD, _control(u))
 
 
 def fit_effort(controls: Sequence[float], counts: Sequence[float]) -> tuple[float, float, float]:
     """Fits level, slope and curvature of counts = level + slope u + curvature |u| by least squares."""
     u = np.asarray(controls)
     design = np.stack([np.ones_like(u), u, np.abs(u)], axis=1)
-    level, slope, curvature = np.linalg.lstsq(design, np.asarray(counts, dtype=float), rcond=None)[0]
-    return float(level), float(slope), float(curvature)
+    level, slope, curvature = np.linalg.lstsq(design, np.asarray(counts, dtype=float), rcond=None)[0].tolist()
+    return level, slope, curvature
 
 
 def num_steps_of(way: str, solver: str, evaluations: float) -> float:

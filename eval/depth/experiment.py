@@ -1,4 +1,4 @@
-"""The common base of all depth experiments, as tasks of the runner."""
+"""The common base of all depth experiments."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from ..options import stored
-from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..results_store import Record
+from ..runner import Results
+from ..study import study
 from .data import load_corpus
 from .models import PAPER, SMALL
 from .options import DepthOptions
@@ -17,21 +18,14 @@ from .pretraining import Setup
 Item = TypeVar("Item", bound=NamedTuple)
 
 
-class Experiment(Task[Item]):
-    """An experiment. `about` explains it in the report; trained models are in the output folder.
-
-    More seeds can be added later: a record belongs to one seed.
-    """
+class Experiment(study.Experiment[Item]):
+    """An experiment that `about` explains in the report. Its trained models are in the output folder."""
 
     about: ClassVar[str]
-    options: DepthOptions
 
     def __init__(self, options: DepthOptions, output: Path):
-        self.options, self.output, self.size = options, output, SMALL if options.small else PAPER
-
-    @classmethod
-    def name(cls) -> str:
-        return cls.kind.removeprefix("depth_")
+        super().__init__(options, output)
+        self.size = SMALL if options.small else PAPER
 
     @cached_property
     def setup(self) -> Setup:
@@ -45,12 +39,8 @@ class Experiment(Task[Item]):
     def settings(self) -> dict[str, Any]:
         return stored(self.options) | {"size": asdict(self.size), "corpus": self.setup.corpus.described}
 
-    def key(self, item: Item) -> Key:
-        return item._asdict()
-
     def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
         return {"records": [self.key(item) | record for item, record in measured]}
 
     def results(self, settings: dict[str, Any], measured: Sequence[tuple[Item, Record]]) -> Results:
-        found = {"about": self.about, "seeds": self.options.seeds}
-        return found | super().results(settings, measured)
+        return {"about": self.about, "seeds": self.options.seeds} | super().results(settings, measured)

@@ -1,6 +1,7 @@
 """The experiments by name, and `condense study depth`. Classes are imported only on use, because that loads torch."""
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
@@ -11,16 +12,8 @@ if TYPE_CHECKING:
     from ..runner import Results
     from .experiment import Experiment
 
-EXPERIMENTS = {
-    "stability": "condense.eval.depth.stability:Stability",
-    "solvers": "condense.eval.depth.solvers:Solvers",
-    "adaptive": "condense.eval.depth.adaptive:Adaptive",
-    "efficiency": "condense.eval.depth.efficiency:Efficiency",
-    "fold": "condense.eval.depth.fold:Fold",
-    "swap": "condense.eval.depth.swap:Swap",
-    "steering": "condense.eval.depth.steering:Steering",
-    "effort": "condense.eval.depth.effort:Effort",
-}
+# Each is the module of a class with the same name, capitalized.
+EXPERIMENTS = ("stability", "solvers", "adaptive", "efficiency", "fold", "swap", "steering", "effort")
 
 
 def find_experiment(name: str) -> "type[Experiment]":
@@ -29,7 +22,7 @@ def find_experiment(name: str) -> "type[Experiment]":
         (nearest,) = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0)
         known = ", ".join(EXPERIMENTS)
         raise ValueError(f"experiment {name!r} is unknown: did you mean {nearest!r}? Choose one of {known}, or all.")
-    return resolve_name(EXPERIMENTS[name])
+    return resolve_name(f"condense.eval.depth.{name}:{name.capitalize()}")
 
 
 def shown_by(kind: str) -> "type[Experiment]":
@@ -38,25 +31,24 @@ def shown_by(kind: str) -> "type[Experiment]":
 
 
 def depth(name: str, output: Path, options: DepthOptions) -> "Results":
-    """Runs one experiment, writes its files into `output`, and returns what the JSON holds.
+    """Runs one experiment, writes its files into `output`, and returns the contents of its JSON.
 
     Raises `ValueError` for an unknown experiment, and for texts that can't be read.
     """
-    from ..heap import reuse_freed_memory
-    from ..runner import run
-
-    reuse_freed_memory()
-    return run(find_experiment(name)(options, output), output)
+    return _run([name], output, options)[name]
 
 
 def depth_all(output: Path, options: DepthOptions) -> "dict[str, Results]":
-    """Runs every experiment in turn; returns results by name. Raises `ValueError` like `depth`, before the first
-    starts."""
+    """Runs every experiment in turn; returns results by name. Raises `ValueError` like `depth`, before any starts."""
+    return _run(EXPERIMENTS, output, options)
+
+
+def _run(names: Iterable[str], output: Path, options: DepthOptions) -> "dict[str, Results]":
     from ..heap import reuse_freed_memory
     from ..runner import run
 
     reuse_freed_memory()
-    experiments = {name: find_experiment(name)(options, output) for name in EXPERIMENTS}
+    experiments = {name: find_experiment(name)(options, output) for name in names}
     for experiment in experiments.values():
         experiment.settings()  # loads its texts and models, and keeps them
     return {name: run(experiment, output) for name, experiment in experiments.items()}

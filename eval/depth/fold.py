@@ -1,10 +1,10 @@
-"""Depth and fold together: the quickstart's passkey model, with one flow with shared weights as its layers."""
+"""Trains depth and fold together: the quickstart's passkey model, with one flow with shared weights as its layers."""
 
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from condense import CondenseForCausalLM
 from condense.depth import convert_to_depth, set_solver
 from condense.training.launch import launch, load_local_recipe
 from condense.training.output_lock import was_finished
+from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
 from ..models import EvaluatedModel
@@ -22,10 +23,11 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, measure
 from ..statistics import wilson
+from ..study.training import make_once, train_alone
 from ..tasks.options import PasskeyOptions
 from ..tasks.passkey import Passkey
 from .experiment import Experiment
-from .lines import groups
+from .lines import groups, table
 from .options import DepthOptions
 
 RECIPE = "passkey_quickstart"
@@ -60,7 +62,7 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """The amount of training and of questions."""
+    """The lengths of the texts and the number of questions."""
 
     segments: tuple[int, ...] = (2, 4, 8, TRAINED, 32, FAR, 256)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -92,7 +94,7 @@ class Fold(Experiment[Trained]):
         "The quickstart's passkey model, its recipe and its curriculum of 2 to 16 segments of 40 tokens. A flow has "
         "the weights of one layer, used at each Euler step; its memory is the state at its end, for all steps. One "
         "layer used twice is the same flow with alpha fixed at 2. An answer counts when all of its digits are right. "
-        "Shares are those of each seed in turn; of one seed with Wilson's 95 % interval."
+        "Shares are listed by seed; a single seed has Wilson's 95 % interval."
     )
 
     def __init__(self, options: DepthOptions, output: Path):
@@ -103,7 +105,7 @@ class Fold(Experiment[Trained]):
                 print(f"the experiment fold generates its passkey texts: {name} is not used")
 
     def settings(self) -> dict[str, Any]:
-        """The settings without the number of seeds: runs with more seeds resume."""
+        """Returns the settings without the number of seeds: runs with more seeds resume."""
         return {
             "small": self.options.small, "recipe": RECIPE, "segment": SEGMENT, "segments": list(self.scale.segments),
             "depths": list(self.scale.depths), "prompts": self.scale.prompts, "steps": list(self.scale.other_steps),
@@ -116,19 +118,17 @@ class Fold(Experiment[Trained]):
         return {"arm": item.arm.name, "seed": item.seed}
 
     def measure(self, item: Trained) -> Record:
-        arm, folder = item.arm, self.output / "models" / f"fold-{item.arm.name}-{item.seed}"
+        arm, folder = item.arm, self.output / "models" / f"fold-{item.arm.name}-{item.seed}" / "trained"
         seconds = self._train(item, folder)
-        model = CondenseForCausalLM.from_pretrained(folder / "trained").eval()
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "trained")
-        evaluated = EvaluatedModel(arm.name, str(folder / "trained"), model, tokenizer)
-        block = model.model.layers[0]
+        model = CondenseForCausalLM.from_pretrained(folder).eval()
+        evaluated = EvaluatedModel(arm.name, str(folder), model, PreTrainedTokenizerFast.from_pretrained(folder))
         record = {
             "parameters": model.num_parameters(),
             "layer_parameters": sum(parameter.numel() for parameter in model.model.layers.parameters()),
             "training_s": seconds,
-            "milestones": json.loads((folder / "trained" / "curriculum.json").read_text())["milestones"],
+            "milestones": json.loads((folder / "curriculum.json").read_text())["milestones"],
             "found": self._found(evaluated, self.scale.segments, item.seed),
-            "alpha": block.alpha.item() if arm.flow else None,
+            "alpha": model.model.layers[0].alpha.item() if arm.flow else None,
             "found_with_steps": {},
         }
         for steps in self.scale.other_steps if arm.flow else ():
@@ -138,29 +138,17 @@ class Fold(Experiment[Trained]):
         return record
 
     def _train(self, item: Trained, folder: Path) -> float | None:
-        """Writes `folder`/trained unless it exists; returns the training's seconds, or None if it existed.
+        """Trains the model in `folder`; returns the seconds, or None if it was finished before.
 
         A stopped run resumes from its last checkpoint.
         """
-        arm, start = item.arm, folder / "start"
-        if not (folder / "started").exists():  # not started, or killed while writing the start
-            shutil.rmtree(folder, ignore_errors=True)
-            save_small_llama(folder / "llama", item.seed, layers=arm.layers)
-            model = CondenseForCausalLM.from_pretrained(folder / "llama", segment_length=SEGMENT)
-            if arm.flow:
-                convert_to_depth(model, 0, arm.layers, field="layer", control_size=0, **arm.flow)
-            model.save_pretrained(start)
-            PreTrainedTokenizerFast.from_pretrained(folder / "llama").save_pretrained(start)
-            (folder / "started").touch()
-        if was_finished(folder / "trained"):
+        start = make_once(folder.with_name("start"), partial(_write_start, item, folder.with_name("llama")))
+        if was_finished(folder):
             return None
-        overrides = [f"model={start}", f"output={folder / 'trained'}", f"seed={item.seed}"]
+        overrides = [f"model={start}", f"output={folder}", f"seed={item.seed}"]
         begun = time.perf_counter()
         if self.options.small:
-            from condense.training.recipe import load_recipe
-            from condense.training.train import train
-
-            train(load_recipe(RECIPE, [*overrides, *SMALL_RUN]))
+            train_alone(load_recipe(RECIPE, [*overrides, *SMALL_RUN]))
         else:
             launch(load_local_recipe(RECIPE, overrides))
         return round(time.perf_counter() - begun, 1)
@@ -172,13 +160,9 @@ class Fold(Experiment[Trained]):
             num_prompts=self.scale.prompts, seed=seed,
         )  # fmt: skip
         task = Passkey(options, [evaluated])
-        cells = task.summarise(measure(task))["cells"]
-        found = []
-        for number in segments:
-            of_length = [cell for cell in cells if cell["length"] == SEGMENT * number]
-            counts = {name: sum(cell[name] for cell in of_length) for name in ("correct", "total")}
-            found.append({"segments": number} | counts)
-        return found
+        cells = pd.DataFrame(task.summarise(measure(task))["cells"])
+        counts = cells.groupby("length")[["correct", "total"]].sum()
+        return [{"segments": number, **counts.loc[SEGMENT * number].to_dict()} for number in segments]
 
     def summarise(self, measured: Sequence[tuple[Trained, Record]]) -> dict[str, Any]:
         described = {arm.name: {"described": arm.described, "evaluations": arm.evaluations} for arm in ARMS}
@@ -190,35 +174,35 @@ class Fold(Experiment[Trained]):
         for record in results["records"]:
             named = {name: record[name] for name in ("arm", "seed", "parameters", "layer_parameters", "alpha")}
             trained = results["arms"][record["arm"]]["evaluations"]
+            others = {int(steps): found for steps, found in record["found_with_steps"].items()}
             lines += [named | {"evaluations": trained} | found for found in record["found"]]
-            lines += [
-                named | {"evaluations": int(steps)} | found
-                for steps, found in record["found_with_steps"].items()
-                if int(steps) != trained
-            ]
+            lines += [named | {"evaluations": n} | found for n, found in others.items() if n != trained]
         return lines
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        columns = ["arm", "seeds", "evaluations", "parameters of the layers", "in all", "longest trained [segments]"]
-        columns += [f"{number} segments: % found" for number in results["segments"]]
-        rows, steps_rows = [], []
+        rows, steps_rows, alpha = [], [], "alpha after training"
         for arm, own in _by_arm(results):
             first, reached = own.iloc[0], [milestones[-1][1] for milestones in own.milestones]
-            row = [arm, len(own), results["arms"][first.arm]["evaluations"]]
-            row += [f"{first.layer_parameters:,}", f"{first.parameters:,}", _span(reached)]
-            rows.append(row + [_share(found) for found in zip(*own.found, strict=True)])
+            rows.append(
+                {
+                    "arm": arm,
+                    "seeds": len(own),
+                    "evaluations": results["arms"][first.arm]["evaluations"],
+                    "parameters of the layers": f"{first.layer_parameters:,}",
+                    "in all": f"{first.parameters:,}",
+                    "longest trained [segments]": _span(reached),
+                }
+                | {f"{found[0]['segments']} segments: % found": _share(found) for found in zip(*own.found, strict=True)}
+            )
             if first.found_with_steps:
-                alphas = ", ".join(f"{alpha:.2f}" for alpha in own.alpha)
-                found = [_share([found[str(steps)] for found in own.found_with_steps]) for steps in results["steps"]]
-                steps_rows.append([arm, alphas, *found])
-        columns_of_steps = ["arm", "alpha after training", *(f"{steps} steps: % found" for steps in results["steps"])]
-        read_with = (
-            f"trained flows read with other numbers of Euler steps, {min(FAR, results['segments'][-1])} segments"
-        )
+                by_steps = {n: [found[str(n)] for found in own.found_with_steps] for n in results["steps"]}
+                found = {f"{n} steps: % found": _share(counts) for n, counts in by_steps.items()}
+                steps_rows.append({"arm": arm, alpha: ", ".join(f"{value:.2f}" for value in own.alpha)} | found)
+        segments = min(FAR, results["segments"][-1])
         return [
-            Table("passkeys found, all depths of the key together, by seed", columns, rows),
-            Table(read_with, columns_of_steps, steps_rows),
+            table("passkeys found, all depths of the key together, by seed", rows),
+            table(f"trained flows read with other numbers of Euler steps, {segments} segments", steps_rows),
         ]
 
     @classmethod
@@ -237,6 +221,16 @@ class Fold(Experiment[Trained]):
             lengths.set_xticks(results["segments"], map(str, results["segments"]))
             training.set(xlabel="training step", ylabel="segments of the training texts")
             training.legend(fontsize=7)
+
+
+def _write_start(item: Trained, llama: Path, folder: Path) -> None:
+    """Writes a small Llama, and the model made of it that the training of an arm begins with."""
+    save_small_llama(llama, item.seed, layers=item.arm.layers)
+    model = CondenseForCausalLM.from_pretrained(llama, segment_length=SEGMENT)
+    if item.arm.flow:
+        convert_to_depth(model, 0, item.arm.layers, field="layer", control_size=0, **item.arm.flow)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast.from_pretrained(llama).save_pretrained(folder)
 
 
 def _by_arm(results: Results) -> list[tuple[str, pd.DataFrame]]:

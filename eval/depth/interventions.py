@@ -1,14 +1,16 @@
-"""Other ways to steer with the same control at the same depth, for comparison with the flow.
+"""Steers with the same control at the same depth as the flow, in other ways.
 
 Axes: B rows, T tokens, D hidden size, C components of the control.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from .readings import inputs_of
+from .words import Ids
 
 
 class Intervention(nn.Module):
@@ -45,8 +47,8 @@ def intervene(model: Any, position: int, intervention: Intervention) -> Any:
     return model
 
 
-def difference_of_means(model: Any, position: int, positive: list[tuple[int, ...]], negative: list[tuple[int, ...]]):
-    """Mean output [D] of member `position` at the last token of positive texts, minus the same of negative texts."""
+def difference_of_means(model: Any, position: int, positive: Sequence[Ids], negative: Sequence[Ids]) -> torch.Tensor:
+    """Returns the mean output [D] of a member of the stack at last tokens: of positive texts minus negative ones."""
     after = model.transformer.h[position + 1]
     positive_D, negative_D = (
         torch.stack([states_TD[-1] for states_TD in inputs_of(model, after, texts)]).mean(0)

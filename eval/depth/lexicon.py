@@ -1,4 +1,4 @@
-"""Prompts and words of the steering experiments, and which are held out.
+"""Divides the prompts and words of the steering experiments into trained and held-out ones.
 
 The paper trains on one prompt and two words. Here whole subjects and whole word pairs are held out, drawn by seed. The
 paper's own prompt and pair are always trained.
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 PAPER_PROMPT, PAPER_PAIR = "The movie was", ("good", "bad")
 # Dimensions of the joint control: the value at +1, the value at -1.
 DIMENSIONS = {"sentiment": ("positive", "negative"), "topic": ("person", "food"), "length": ("long", "short")}
-HELD_OUT = 3  # one in so many subjects, pairs or prompts is not trained; in a cell, one word
+HELD_OUT = 3  # one in so many subjects, pairs or prompts is held out; in a cell, one word
 
 Signs = tuple[float, ...]
 Value = TypeVar("Value")
@@ -33,7 +33,7 @@ class Parts(NamedTuple):
 
 
 class JointParts(NamedTuple):
-    """Like `Parts`, for several dimensions: words by the signs of their dimensions, in the order of `DIMENSIONS`."""
+    """Parts for several dimensions: words by the signs of their dimensions, in the order of `DIMENSIONS`."""
 
     train_prompts: tuple[str, ...]
     test_prompts: tuple[str, ...]
@@ -84,7 +84,7 @@ class Lexicon:
 
 @cache
 def lexicon() -> Lexicon:
-    """The package's own prompts and words."""
+    """Loads the package's own prompts and words."""
     found = json.loads((files(__package__) / "data" / "steering.json").read_text(encoding="utf-8"))
     cells = {}
     for cell in found["cells"]:

@@ -16,9 +16,10 @@ def groups(lines: pd.DataFrame, *names: str) -> Iterator[tuple[Any, pd.DataFrame
     return iter(lines.groupby(names[0] if len(names) == 1 else list(names), sort=False))
 
 
-def table(title: str, rows: Sequence[dict[str, Any]], before: Sequence[list[Any]] = ()) -> Table:
-    """Makes a table of rows with named columns; the paper's rows `before` come first."""
-    return Table(title, list(rows[0]), [*before, *(list(row.values()) for row in rows)])
+def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Makes a table with the columns of the last row; a cell that a row doesn't have is a dash."""
+    columns = list(rows[-1])
+    return Table(title, columns, [[row.get(column, "-") for column in columns] for row in rows])
 
 
 def scientific(values: Iterable[float], scale: Scale = LINEAR) -> str:

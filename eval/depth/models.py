@@ -1,6 +1,6 @@
-"""The models of the experiments: transformers' GPT-2, with blocks in place of its middle layers.
+"""Builds the models of the experiments: transformers' GPT-2, with blocks in place of its middle layers.
 
-Axes: x any size, D hidden size, C components of the control, S steps.
+Axes: x any size, D hidden size, C components of the control.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from condense.depth import DepthSettings, MLPField
-from condense.depth.fields import Tau, field_size_for
+from condense.depth.fields import field_size_for
 from condense.depth.stock import StockDepthBlock
 
 ARMS = ("baseline", "hybrid", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
@@ -52,25 +52,18 @@ SMALL = Size(
 
 
 class StepsField(nn.Module):
-    """A field that is constant in tau between S depths: its Euler steps are residual layers with their own weights.
+    """A field that is constant in tau between some depths: its Euler steps are residual layers with their own weights.
 
-    Used by `twin` and `wide_twin`, the discrete models compared with the flow.
+    Used by `twin` and `wide_twin`, the discrete models compared with the flow, which take fixed steps.
     """
 
     def __init__(self, fields: Sequence[nn.Module]):
         super().__init__()
         self.fields = nn.ModuleList(fields)
 
-    def forward(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
-        last = len(self.fields) - 1
-        if not isinstance(tau, torch.Tensor):
-            return self.fields[min(int(tau * len(self.fields) + 1e-6), last)](tau, hidden_xD, control_xC)
-        number_x1 = (tau * len(self.fields) + 1e-6).long().clamp(max=last)
-        slopes = [
-            torch.where(number_x1 == number, field(tau, hidden_xD, control_xC), 0.0)
-            for number, field in enumerate(self.fields)
-        ]
-        return torch.stack(slopes).sum(0)
+    def forward(self, tau: float, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+        number = int(tau * len(self.fields) + 1e-6)
+        return self.fields[min(number, len(self.fields) - 1)](tau, hidden_xD, control_xC)
 
 
 def build(arm: str, size: Size, seed: int) -> GPT2LMHeadModel:
@@ -93,11 +86,11 @@ def build(arm: str, size: Size, seed: int) -> GPT2LMHeadModel:
         model = GPT2LMHeadModel(config)
         if arm != "baseline":
             first, end = size.replaced
-            block = [] if arm == "shorter" else [_block(arm, size)]
-            for module in (module for made in block for module in made.modules()):
+            blocks = nn.ModuleList([] if arm == "shorter" else [_block(arm, size)])
+            for module in blocks.modules():
                 model._init_weights(module)
             layers: Any = model.transformer.h
-            model.transformer.h = nn.ModuleList([*layers[:first], *block, *layers[end:]])
+            model.transformer.h = nn.ModuleList([*layers[:first], *blocks, *layers[end:]])
     return model
 
 

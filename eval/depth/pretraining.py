@@ -15,15 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
 from condense.depth.block import NotFiniteError
-from condense.files import atomic_folder
 from condense.progress import ProgressBar
-from condense.training.output_lock import output_lock
 
+from ..study.training import make_once
 from .data import Corpus
 from .models import Size, block_of, build
 
 CLIPPED_NORM = 1.0
-HELD_OUT_WINDOWS = 512  # at most, evenly spread over the held-out text
+HELD_OUT_WINDOWS = 512  # at most
 
 
 class Setup(NamedTuple):
@@ -35,22 +34,31 @@ class Setup(NamedTuple):
         return json.loads(json.dumps({"size": asdict(self.size), "corpus": self.corpus.described}))
 
 
+class Step(NamedTuple):
+    """Figures of a training step, with norms before clipping; NaN for a flow that is not finite, or without a block."""
+
+    loss: float = math.nan
+    gradient_norm: float = math.nan
+    block_gradient_norm: float = math.nan
+    alpha: float = math.nan
+
+
 def trained(arm: str, seed: int, setup: Setup, folder: Path) -> GPT2LMHeadModel:
     """Returns the trained model in eval mode; trains and stores it in `folder`/models/ARM-SEED if needed.
 
-    The block's control is zero during this training. Raises `ValueError` if the folder holds models with a different
-    size or text, or another process is training this one there.
+    The block's control is zero during this training. Raises `ValueError` if the folder holds a model with a different
+    size or text.
     """
-    path, model = model_folder(arm, seed, folder), build(arm, setup.size, seed)
-    if path.exists():
-        log_of(arm, seed, setup, folder)
-        model.load_state_dict(load_file(path / "model.safetensors"))
-        return model.eval()
-    with output_lock(path.parent, path.name):
+    model = build(arm, setup.size, seed)
+
+    def write(made: Path) -> None:
         log = train(model, setup, seed, f"training {arm}-{seed}")
-        with atomic_folder(path) as made:
-            save_file(model.state_dict(), made / "model.safetensors")
-            (made / "steps.json").write_text(json.dumps({"setup": setup.describe(), "log": log}), encoding="utf-8")
+        save_file(model.state_dict(), made / "model.safetensors")
+        (made / "steps.json").write_text(json.dumps({"setup": setup.describe(), "log": log}), encoding="utf-8")
+
+    path = make_once(model_folder(arm, seed, folder), write)
+    log_of(arm, seed, setup, folder)
+    model.load_state_dict(load_file(path / "model.safetensors"))
     return model.eval()
 
 
@@ -68,51 +76,51 @@ def log_of(arm: str, seed: int, setup: Setup, folder: Path) -> dict[str, list[An
 
 
 def train(model: GPT2LMHeadModel, setup: Setup, seed: int, name: str) -> dict[str, list[Any]]:
-    """Trains using AdamW at a constant rate. Returns by step the loss, the gradient norms before clipping, and alpha.
+    """Trains with AdamW at a constant rate. Returns the fields of all `Step`s, and also the last alpha.
 
-    A step with a loss or gradient that is not finite does not change weights; its figures are None. Without a finite
-    flow there is neither loss nor gradient. `block_gradient_norm` and `alpha` are None in a model without a block.
+    A figure that is not finite is None. A step with a loss or gradient that is not finite does not change weights.
     """
-    block = block_of(model)
-    log: dict[str, list[Any]] = {key: [] for key in ("loss", "gradient_norm", "block_gradient_norm", "alpha")}
+    block, steps = block_of(model), list[Step]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.size.learning_rate, fused=True)
     batches = _batches(setup, seed)
     model.train()
     with ProgressBar(range(setup.size.steps), desc=name, unit="step", leave=False) as bar:
         for _ in bar:
-            alpha = None if block is None else block.alpha.item()
-            loss, norm, block_norm = _gradients(model, next(batches))
-            if math.isfinite(norm) and math.isfinite(loss):
+            step = _backward(model, next(batches))
+            if math.isfinite(step.loss) and math.isfinite(step.gradient_norm):
                 optimizer.step()
             optimizer.zero_grad()
-            for key, value in zip(log, (loss, norm, block_norm, alpha), strict=True):
-                log[key].append(value if value is not None and math.isfinite(value) else None)
-            bar.set_postfix_str(f"loss {loss:.3f}")
+            steps.append(step)
+            bar.set_postfix_str(f"loss {step.loss:.3f}")
+    log = {name: [_finite(getattr(step, name)) for step in steps] for name in Step._fields}
     if block is not None:
         log["alpha"].append(block.alpha.item())
     return log
 
 
-def _gradients(model: GPT2LMHeadModel, ids_BN: torch.Tensor) -> tuple[float, float, float | None]:
-    """Computes and clips the gradient. Returns the loss and the norms for all weights and for the block, NaN if the
-    flow is not finite."""
-    block = block_of(model)
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _backward(model: GPT2LMHeadModel, ids_BN: torch.Tensor) -> Step:
+    """Computes and clips the gradient."""
+    block, alpha, block_norm = block_of(model), math.nan, math.nan
+    if block is not None:
+        alpha = block.alpha.item()
     try:
         loss = model(ids_BN, labels=ids_BN).loss
     except NotFiniteError:
-        return math.nan, math.nan, math.nan
+        return Step(alpha=alpha)
     loss.backward()
-    block_norm = None if block is None else _norm(block.parameters())
+    if block is not None:
+        gradients = [weight.grad for weight in block.parameters() if weight.grad is not None]
+        block_norm = torch.nn.utils.get_total_norm(gradients).item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED_NORM).item()
-    return loss.item(), norm, block_norm
-
-
-def _norm(parameters: Iterator[torch.nn.Parameter]) -> float:
-    return torch.nn.utils.get_total_norm([given.grad for given in parameters if given.grad is not None]).item()
+    return Step(loss.item(), norm, block_norm, alpha)
 
 
 def _batches(setup: Setup, seed: int) -> Iterator[torch.Tensor]:
-    """Batches [B, N] of windows without overlap, in an order that depends only on the seed."""
+    """Yields batches [B, N] of windows without overlap, in an order that depends only on the seed."""
     windows_WN = _windows(setup.corpus.train_ids, setup.size.positions)
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -128,9 +136,12 @@ def _windows(ids_N: torch.Tensor, length: int) -> torch.Tensor:
 
 def held_out_windows(setup: Setup) -> torch.Tensor:
     """Returns windows [W, N], evenly spread over the held-out text."""
-    windows_WN = _windows(setup.corpus.held_out_ids, setup.size.positions)
-    number = min(HELD_OUT_WINDOWS, len(windows_WN))
-    return windows_WN[torch.linspace(0, len(windows_WN) - 1, number).long()]
+    return spread(_windows(setup.corpus.held_out_ids, setup.size.positions), HELD_OUT_WINDOWS)
+
+
+def spread(windows_WN: torch.Tensor, most: int) -> torch.Tensor:
+    """Returns at most so many windows, evenly spread over all."""
+    return windows_WN[torch.linspace(0, len(windows_WN) - 1, min(most, len(windows_WN))).long()]
 
 
 @torch.no_grad()
@@ -138,10 +149,9 @@ def held_out_loss(model: GPT2LMHeadModel, setup: Setup) -> float | None:
     """Returns the mean loss per token over `held_out_windows`; None if it is not finite."""
     batches = held_out_windows(setup).split(setup.size.batch)
     try:
-        mean = mean_loss(lambda ids_BN: model(ids_BN, labels=ids_BN).loss, batches)
+        return _finite(mean_loss(lambda ids_BN: model(ids_BN, labels=ids_BN).loss, batches))
     except NotFiniteError:
         return None
-    return mean if math.isfinite(mean) else None
 
 
 def mean_loss(loss: Callable[[torch.Tensor], torch.Tensor], batches: Sequence[torch.Tensor]) -> float:

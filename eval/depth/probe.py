@@ -1,4 +1,4 @@
-"""A linear probe: logistic regression on hidden states.
+"""Fits a linear probe: logistic regression on hidden states.
 
 Axes: N examples, D features.
 """

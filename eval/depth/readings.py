@@ -1,8 +1,8 @@
-"""A model's middle layers or their replacement, read as a flow and solved with any solver.
+"""Reads a model's middle layers or their replacement as a flow, which any solver can solve.
 
-A flow is one field for the whole depth. A discrete network of P blocks can be read as one too. Block p is the field
-from tau = p/P to (p+1)/P, constant in tau; P Euler steps then compute the network itself. This is the "ResNet in
-disguise" that a test of solvers should find.
+A flow is one field for the whole depth. A discrete network of P blocks can be read as one too: block p is the field
+from tau = p/P to (p+1)/P, constant in tau, and P Euler steps compute the network itself. A test of solvers should find
+this "ResNet in disguise".
 
 Axes: B texts, T tokens, D hidden size, n samples, X a sample's content: a token's D, or a text's T x D if the blocks
 have attention.
@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from condense.depth import DepthSettings
+from condense.depth.settings import FIXED_SOLVERS
 from condense.depth.solvers import Derivative, solve_adaptive, solve_fixed
 from condense.depth.stock import StockDepthBlock
 
 from .models import StepsField
-from .pretraining import Setup, held_out_windows
+from .pretraining import Setup, held_out_windows, spread
 
 EXACT = 1e-9  # rtol and atol of dopri5, in float64
 LOGITS_AT_ONCE = 2**24
@@ -40,6 +41,12 @@ class Reading:
     steps: int
     sample_dims: int  # of [B, T, D]: 1, a sample is a token; 2, a text
 
+    def end(self, start_BTD: torch.Tensor, solver: str, amount: float) -> torch.Tensor:
+        """Returns the end of the flow [B, T, D]; `amount` is the number of equal steps, or an adaptive tolerance."""
+        if solver in FIXED_SOLVERS:
+            return self.fixed(start_BTD, solver, int(amount))
+        return self.adaptive(start_BTD, solver, amount)[0]
+
     def fixed(self, start_BTD: torch.Tensor, solver: str, steps: int) -> torch.Tensor:
         """Returns the end of the flow [B, T, D] after equal steps over the whole depth, which may miss the jumps."""
         count = len(self.pieces)
@@ -51,42 +58,43 @@ class Reading:
         start_nX = start_BTD.flatten(0, 2 - self.sample_dims).flatten(1)
         return solve_fixed(field, start_nX, solver, steps).view_as(start_BTD)
 
-    def adaptive(self, start_BTD: torch.Tensor, solver: str, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the end of the flow [B, T, D] and the evaluations [n] of each sample; pieces are solved separately,
-        so every jump of the field lies between two steps."""
+    def adaptive(
+        self, start_BTD: torch.Tensor, solver: str, rtol: float, atol: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the end of the flow [B, T, D] and the evaluations [n] of each sample; `atol` is `rtol` by default.
+
+        Pieces are solved separately, so every jump of the field lies between two steps.
+        """
         state_nX = start_BTD.flatten(0, 2 - self.sample_dims).flatten(1)
         evaluations_n = torch.zeros(len(state_nX), dtype=torch.long)
         settings = DepthSettings(
-            position=0, num_replaced=1, solver=solver, rtol=tolerance, atol=tolerance, max_evaluations=1_000_000
+            position=0, num_replaced=1, solver=solver, rtol=rtol, atol=atol or rtol, max_evaluations=1_000_000
         )
         for piece in self.pieces:
             state_nX, more_n = solve_adaptive(piece, state_nX, settings)
             evaluations_n = evaluations_n + more_n
         return state_nX.view_as(start_BTD), evaluations_n
 
-    def exact(self, start_BTD: torch.Tensor) -> torch.Tensor:
-        """Returns the end of the flow [B, T, D], from dopri5 at a tolerance that makes its error negligible."""
-        return self.adaptive(start_BTD, "dopri5", EXACT)[0]
+    def exact(self, start_BTD: torch.Tensor, tolerance: float = EXACT) -> torch.Tensor:
+        """Returns the end of the flow [B, T, D] by dopri5, whose error is negligible at this tolerance."""
+        return self.adaptive(start_BTD, "dopri5", tolerance)[0]
 
 
 def read_flow(block: StockDepthBlock, control: float = 0.0) -> Reading:
     """Reads a block's flow; `control` is the value of all components for all tokens."""
-    control_1C = torch.full((1, block.settings.control_size), control).to(block.alpha)
-    return Reading(
-        (lambda tau, state_nD: block.alpha * block.field(tau, state_nD, control_1C),), block.settings.steps, 1
-    )
+    return Reading((_slope(block, block.field, control),), block.settings.steps, 1)
 
 
 def read_steps(block: StockDepthBlock) -> Reading:
     """Reads the residual steps of `twin` and `wide_twin`, which have their own weights; each is a piece."""
     assert isinstance(block.field, StepsField)
     fields = list(block.field.fields)
-    control_1C = torch.zeros(1, block.settings.control_size).to(block.alpha)
+    return Reading(tuple(_slope(block, field, 0.0, len(fields)) for field in fields), len(fields), 1)
 
-    def piece(field: nn.Module) -> Derivative:
-        return lambda tau, state_nD: block.alpha * field(tau, state_nD, control_1C) / len(fields)
 
-    return Reading(tuple(map(piece, fields)), len(fields), 1)
+def _slope(block: StockDepthBlock, field: Any, control: float, parts: int = 1) -> Derivative:
+    control_1C = torch.full((1, block.settings.control_size), control).to(block.alpha)
+    return lambda tau, state_nD: block.alpha * field(tau, state_nD, control_1C) / parts
 
 
 def read_layers(layers: Sequence[nn.Module], hidden_size: int) -> Reading:
@@ -103,29 +111,23 @@ def read_layers(layers: Sequence[nn.Module], hidden_size: int) -> Reading:
 
 
 def accurate(model: nn.Module) -> Any:
-    """A copy in float64."""
+    """Returns a copy in float64."""
     return copy.deepcopy(model).double().eval()
 
 
 @contextmanager
 def output_of(module: nn.Module, replaced: torch.Tensor) -> Iterator[None]:
     """Makes the module return this output instead of its own."""
-    hook = module.register_forward_hook(lambda *called: replaced)
-    try:
+    with module.register_forward_hook(lambda *called: replaced):
         yield
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()
 def input_of(model: nn.Module, module: nn.Module, ids_BT: torch.Tensor) -> torch.Tensor:
     """Returns the hidden states [B, T, D] that the module receives."""
     seen: list[torch.Tensor] = []
-    hook = module.register_forward_pre_hook(lambda called, given: seen.append(given[0]))
-    try:
+    with module.register_forward_pre_hook(lambda called, given: seen.append(given[0])):
         model(input_ids=ids_BT, use_cache=False)
-    finally:
-        hook.remove()
     return seen[0]
 
 
@@ -142,11 +144,10 @@ def next_token_losses(logits_BTV: torch.Tensor, ids_BT: torch.Tensor) -> torch.T
 
 def held_out_texts(setup: Setup, count: int) -> torch.Tensor:
     """Returns at most `count` texts [B, T], evenly spread over the held-out text."""
-    every_WT = held_out_windows(setup)
-    return every_WT[torch.linspace(0, len(every_WT) - 1, min(count, len(every_WT))).long()]
+    return spread(held_out_windows(setup), count)
 
 
 def batches(ids_BT: torch.Tensor, vocab_size: int) -> Iterator[slice]:
-    """Yields the texts in parts, so that their logits fit into memory."""
+    """Yields the texts in parts whose logits fit into memory."""
     size = max(1, LOGITS_AT_ONCE // (ids_BT.shape[1] * vocab_size))
     return (slice(first, first + size) for first in range(0, len(ids_BT), size))

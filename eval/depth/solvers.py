@@ -1,4 +1,4 @@
-"""Is it a flow? Euler steps against the exact solution, for the trained flow and for networks that are not flows."""
+"""Tests whether a block is a flow: Euler steps against the exact solution, also for networks that are not flows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,9 +36,11 @@ SUBJECTS = {  # name: what it is, and whether it is a flow
     "wide_twin": ("the same with blocks as wide as the field", False),
     "layers": ("two layers of the trained baseline", False),
 }
+KINDS = {True: "a flow", False: "no flow"}
+TO_STATE, TO_DISPLACEMENT = "divergence / |H(1)|", "divergence / |H(1) - H(0)|"
 CRITERIA = {
-    "to_state": "divergence / |H(1)|, the paper's",
-    "to_displacement": "divergence / |H(1) - H(0)|",
+    "to_state": f"{TO_STATE}, the paper's",
+    "to_displacement": TO_DISPLACEMENT,
     "one_more_step": "divergence with one more Euler step / divergence",
 }
 PROBLEMS = {"linear": "a linear field, exactly solved", "hybrid": "the trained field, against many steps of rk4"}
@@ -62,12 +64,11 @@ class Solvers(Experiment[Measurement]):
     unit = "measurement"
     about = (
         "The paper tests whether its block is a flow by the divergence of 4 Euler steps from dopri5, relative to the "
-        f"norm of the end, and finds {PAPER:.3%}. Here the same test is given to networks that are not flows: "
-        "different residual blocks, read as a field that is constant in tau between them. dopri5 solves such a field "
-        f"piece by piece, to meet every jump. dopri5 has the tolerance 1e-9; all of it is float64, over {NUM_TEXTS} "
-        f"texts. A row passes below {PASSES:.0%}; the threshold is ours. A criterion separates where every flow of "
-        "every seed lies below every network that is not a flow. Intervals are 95 % t intervals over seeds; those of "
-        "ratios, divergences and errors, and their means, are on a log scale."
+        f"norm of the end, and finds {PAPER:.3%}. Here networks that are not flows take the same test: different "
+        "residual blocks, read as a field that is constant in tau between them. dopri5 solves such a field piece by "
+        f"piece, so it meets every jump. Its tolerance is 1e-9, in float64, over {NUM_TEXTS} texts. A row passes below "
+        f"{PASSES:.0%}; the threshold is ours. A criterion separates if every flow of every seed lies below every "
+        "other network. Intervals are 95 % t intervals over seeds, for ratios and errors on a log scale."
     )
 
     @property
@@ -79,20 +80,16 @@ class Solvers(Experiment[Measurement]):
         return [Measurement(part, name, seed) for seed in self.seeds for part, names in parts.items() for name in names]
 
     def measure(self, item: Measurement) -> Record:
+        ids_BT = held_out_texts(self.setup, NUM_TEXTS)
         if item.part == "divergence":
-            model, first, last, reading = self._subject(item.name, item.seed)
-            return diverge(model, first, last, reading, self._texts())
+            return diverge(*self._subject(item.name, item.seed), ids_BT)
         if item.name == "linear":
             return converge(*linear_problem(item.seed))
         model, first, _, reading = self._subject(item.name, item.seed)
-        ids_1T = self._texts()[:1]
         with torch.no_grad():
-            start_1TD = input_of(model, first, ids_1T)[:, -NUM_TOKENS:]
+            start_1TD = input_of(model, first, ids_BT[:1])[:, -NUM_TOKENS:]
             exact_1TD = reading.fixed(start_1TD, "rk4", self._reference_steps)
         return converge(reading, start_1TD, exact_1TD)
-
-    def _texts(self) -> torch.Tensor:
-        return held_out_texts(self.setup, NUM_TEXTS)
 
     def _subject(self, name: str, seed: int) -> tuple[nn.Module, nn.Module, nn.Module, Reading]:
         """Returns a float64 model, the first and last module that are read as a flow, and the reading."""
@@ -120,18 +117,19 @@ class Solvers(Experiment[Measurement]):
         return {"reference_steps": self._reference_steps, **parts, "criteria": criteria(parts["divergence"])}
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
-        curves = [
+        """Returns a line per divergence, and per point of a curve or of an order."""
+        divergences = [{"part": "divergence", **record} for record in results["divergence"]]
+        points = [
             {"part": "curve", "name": record["name"], "seed": record["seed"], "solver": "euler"}
-            | {"evaluations": record["curve"]["steps"], "errors": record["curve"]["errors"]}
+            | {"evaluations": record["curve"]["steps"], "error": record["curve"]["errors"]}
             for record in results["divergence"]
         ]
-        orders = [{"part": "order", **found} for found in _orders(results)]
-        return [{"part": "divergence", **record} for record in results["divergence"]] + [
-            {name: found[name] for name in ("part", "name", "seed", "solver")}
-            | {"evaluations": evaluations, "error": error}
-            for found in curves + orders
-            for evaluations, error in zip(found["evaluations"], found["errors"], strict=True)
+        points += [
+            {name: found[name] for name in ("part", "name", "seed", "solver", "evaluations")}
+            | {"error": found["errors"]}
+            for found in ({"part": "order", **found} for found in _orders(results))
         ]
+        return divergences + pd.DataFrame(points).explode(["evaluations", "error"]).to_dict("records")
 
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
@@ -156,24 +154,14 @@ def criteria(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     `separates`: one threshold puts all flows below it and all others above. `pair_separates`: by twin, whether it lies
     above the trained flow, with a log-scale interval of the ratio over seeds that excludes 1.
     """
-    found = []
+    flows, found = [name for name, (_, is_flow) in SUBJECTS.items() if is_flow], []
     for criterion in CRITERIA:
         by_seed = pd.DataFrame(records).pivot(index="seed", columns="name", values=criterion)
-        flows = [name for name, (_, is_flow) in SUBJECTS.items() if is_flow]
         highest, lowest = float(by_seed[flows].max(axis=None)), float(by_seed.drop(columns=flows).min(axis=None))
-        pairs = {}
-        for twin in TWINS:
-            _, low, _ = interval(list(by_seed[twin] / by_seed["hybrid"]), LOG)
-            pairs[twin] = None if low is None else low > 1
-        found.append(
-            {
-                "criterion": criterion,
-                "highest_flow": highest,
-                "lowest_other": lowest,
-                "separates": highest < lowest,
-                "pair_separates": pairs,
-            }
-        )
+        lows = {twin: interval(list(by_seed[twin] / by_seed["hybrid"]), LOG)[1] for twin in TWINS}
+        pairs = {twin: None if low is None else low > 1 for twin, low in lows.items()}
+        bounds = {"highest_flow": highest, "lowest_other": lowest}
+        found.append({"criterion": criterion, **bounds, "separates": highest < lowest, "pair_separates": pairs})
     return found
 
 
@@ -192,7 +180,7 @@ def _percent(values: pd.Series) -> str:
 
 
 def _divergence_table(lines: pd.DataFrame) -> Table:
-    rows = []
+    rows: list[dict[str, Any]] = [{"model": "paper", "what it is": "a trained flow", TO_STATE: f"{PAPER:.3%}"}]
     for name, own in groups(lines, "name"):
         what, is_flow = SUBJECTS[name]
         passes = interval(list(own.to_state), LOG)[0] < PASSES
@@ -200,19 +188,14 @@ def _divergence_table(lines: pd.DataFrame) -> Table:
             {
                 "model": name,
                 "what it is": what,
-                "divergence / |H(1)|": _percent(own.to_state),
-                "divergence / |H(1) - H(0)|": _percent(own.to_displacement),
+                TO_STATE: _percent(own.to_state),
+                TO_DISPLACEMENT: _percent(own.to_displacement),
                 "|H(1) - H(0)| / |H(1)|": _percent(own.displacement),
                 "with one more step, / divergence": shown(own.one_more_step, scale=LOG),
-                f"the paper's test, at {PASSES:.0%}": f"{'passes' if passes else 'fails'}, and is {_kind(is_flow)}",
+                f"the paper's test, at {PASSES:.0%}": f"{'passes' if passes else 'fails'}, and is {KINDS[is_flow]}",
             }
         )
-    paper = ["paper", "a trained flow", f"{PAPER:.3%}", *["-"] * 4]
-    return table("own Euler steps against dopri5: hidden states", rows, [paper])
-
-
-def _kind(is_flow: bool) -> str:
-    return "a flow" if is_flow else "no flow"
+    return table("own Euler steps against dopri5: hidden states", rows)
 
 
 def _effect_table(lines: pd.DataFrame) -> Table:
@@ -245,28 +228,18 @@ def _criteria_table(found: Sequence[dict[str, Any]]) -> Table:
 
 def _order_table(lines: pd.DataFrame, reference_steps: int) -> Table:
     rows = [
-        {
-            "problem": PROBLEMS[name],
-            "solver": solver,
-            "order in theory": ORDERS[solver],
-            "measured": shown(own.order.dropna()),
-        }
+        {"problem": PROBLEMS[name], "solver": solver, "order in theory": ORDERS[solver]}
+        | {"measured": shown(own.order.dropna())}
         for (name, solver), own in groups(lines[lines.solver.isin(ORDERS)], "name", "solver")
     ]
-    title = f"order of convergence; of the trained field against {reference_steps:,} steps of rk4"
-    return table(title, rows)
+    return table(f"order of convergence; of the trained field against {reference_steps:,} steps of rk4", rows)
 
 
 def _adaptive_table(lines: pd.DataFrame) -> Table:
     adaptive = lines[lines.solver.isin(ADAPTIVE_SOLVERS)].explode(["tolerances", "evaluations", "errors"])
     rows = [
-        {
-            "problem": PROBLEMS[name],
-            "solver": solver,
-            "tolerance": f"{tolerance:.0e}",
-            "evaluations": shown(own.evaluations, 1),
-            "error / displacement": scientific(own.errors, LOG),
-        }
+        {"problem": PROBLEMS[name], "solver": solver, "tolerance": f"{tolerance:.0e}"}
+        | {"evaluations": shown(own.evaluations, 1), "error / displacement": scientific(own.errors, LOG)}
         for (name, solver, tolerance), own in groups(adaptive, "name", "solver", "tolerances")
     ]
     return table("adaptive solvers", rows)
@@ -274,23 +247,24 @@ def _adaptive_table(lines: pd.DataFrame) -> Table:
 
 def _draw_divergence(lines: pd.DataFrame, path: Path) -> None:
     """Draws each model's divergence, relative to state and displacement, and by Euler steps."""
-    ratios = {"to_state": "divergence / |H(1)| [%]", "to_displacement": "divergence / |H(1) - H(0)| [%]"}
+    ratios = {"to_state": f"{TO_STATE} [%]", "to_displacement": f"{TO_DISPLACEMENT} [%]"}
     shares = 100 * lines[list(ratios)]
+    least, most = min(100 * PAPER, shares.min(axis=None)), max(100 * PAPER, shares.max(axis=None))
     with picture(path, columns=3, figsize=(15, 4.2)) as (*panels, curves):
         for number, (name, own) in enumerate(groups(lines, "name")):
-            is_flow = SUBJECTS[name][1]
+            _, is_flow = SUBJECTS[name]
             style = {"marker": "o" if is_flow else "X", "color": f"C{number}"}
             for panel, ratio in zip(panels, ratios, strict=True):
                 panel.plot(shares[ratio][own.index], own.name, linestyle="", ms=7, alpha=0.7, **style)
             errors = np.mean([curve["errors"] for curve in own.curve], axis=0)
-            curves.plot(own.curve.iloc[0]["steps"], errors, ms=4, lw=1, label=f"{name} ({_kind(is_flow)})", **style)
+            curves.plot(own.curve.iloc[0]["steps"], errors, ms=4, lw=1, label=f"{name} ({KINDS[is_flow]})", **style)
         panels[0].axvline(100 * PAPER, color="grey", ls="--", lw=1, label=f"the paper: {PAPER:.3%}")
         panels[0].legend(fontsize=8)
         for panel, title in zip(panels, ratios.values(), strict=True):
             set_log_scale(panel, "x")
             panel.set_xlabel(title)
             panel.set_title("circles: flows; crosses: no flows", fontsize=9)
-            panel.set_xlim(min(100 * PAPER, shares.min(axis=None)) / 2, max(100 * PAPER, shares.max(axis=None)) * 2)
+            panel.set_xlim(least / 2, most * 2)
             panel.xaxis.set_minor_formatter("")
             panel.invert_yaxis()
             panel.grid(alpha=0.3)

@@ -1,7 +1,7 @@
-"""Does a model with a flow in its middle train as steadily as one with layers, and is it the flow that matters?
+"""Does a model with a flow in its middle train as steadily as one with layers, and does the flow matter?
 
-The paper's table 1 and figure 1, with controls: discrete steps with their own weights (with equal parameters or equal
-compute), the two layers left out, and a fixed scale.
+Repeats the paper's table 1 and figure 1, with controls: discrete steps with their own weights (with equal parameters or
+equal compute), the two layers left out, and a fixed scale.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,15 @@ LAST_STEPS = 50
 SMOOTHED_SHARE = 20  # curves are means over 1/20 of the steps
 VANISHING, EXPLODING = 1e-6, 100.0  # norms of the gradient; the paper names no thresholds
 FIRST = ("hybrid", "baseline", "shorter", "twin", "wide_twin")  # measured in this order, before the others
-COMPARED = ("baseline", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
+COMPARED = tuple(arm for arm in ARMS if arm != "hybrid")
+FIGURES = ("loss", "held_out_loss")  # compared by pairs
+NORMS = ("gradient_norm", "block_gradient_norm")
 PAPER_ROWS = [
-    ["paper: baseline", "30,503,424", "-", "6.471", "-", "0.521 +- 0.140", "-", "-", "0", "0", "-"],
-    ["paper: hybrid", "29,781,249", "857,345", "6.449", "-", "0.509 +- 0.142", "0.033 +- 0.021", "0.1 to 0.065", "0",
-     "0", "-"],
+    {"model": "paper: baseline", "parameters": "30,503,424", "loss": "6.471", "gradient norm": "0.521 +- 0.140",
+     "vanishing steps": "0", "exploding steps": "0"},
+    {"model": "paper: hybrid", "parameters": "29,781,249", "of the block": "857,345", "loss": "6.449",
+     "gradient norm": "0.509 +- 0.142", "block's": "0.033 +- 0.021", "alpha": "0.1 to 0.065", "vanishing steps": "0",
+     "exploding steps": "0"},
 ]  # fmt: skip
 
 
@@ -44,13 +48,12 @@ class Stability(Experiment[Run]):
     unit = "model"
     about = (
         "Models trained from random weights on the same batches. baseline: all layers; hybrid: a flow of four Euler "
-        "steps in the place of two of them; twin: four residual MLP steps with weights of their own, together as many "
-        "as the flow's, each a quarter as wide; wide_twin: the same with steps as wide as the flow's field; shorter: "
-        "the two layers left out; alpha_fixed and alpha_one: a flow whose scale stays at 0.1 and at 1. "
-        f"Norms of the gradient are those before clipping at {CLIPPED_NORM:g}; a step is vanishing where the "
-        f"norm of all weights or of the block's is below {VANISHING:g}, exploding where that of all is above "
-        f"{EXPLODING:g}. "
-        "Intervals are 95 % t intervals over seeds, those of norms on a log scale."
+        "steps in place of two of them; twin: four residual MLP steps with their own weights, together as many as the "
+        "flow's; wide_twin: the same with steps as wide as the flow's field; shorter: the two layers left out; "
+        "alpha_fixed and alpha_one: a flow whose scale stays at 0.1 and at 1. Gradient norms are measured before "
+        f"clipping at {CLIPPED_NORM:g}. A step is vanishing if the norm of all weights or of the block's is below "
+        f"{VANISHING:g}, and exploding if the norm of all is above {EXPLODING:g}. Intervals are 95 % t intervals over "
+        "seeds, for norms on a log scale."
     )
 
     def items(self) -> list[Run]:
@@ -117,23 +120,19 @@ def _curve(results: dict[str, Any], arm: str, name: str, smoothed: int) -> np.nd
 
 def figures(log: dict[str, list[Any]]) -> dict[str, Any]:
     """Computes the paper's table 1 from a run's log: means over finite values, None if there are none."""
-    losses = _finite(log["loss"][-LAST_STEPS:])
+    steps = pd.DataFrame({name: log[name] for name in ("loss", *NORMS)}, dtype=float)
+    losses = steps.loss.tail(LAST_STEPS).dropna().tolist()
     found: dict[str, Any] = {"loss": fmean(losses) if losses else None}
-    for name in ("gradient_norm", "block_gradient_norm"):
-        norms = _finite(log[name])
+    for name in NORMS:
+        norms = steps[name].dropna().tolist()
         found |= {name: fmean(norms), f"{name}_std": pstdev(norms)} if norms else {name: None, f"{name}_std": None}
-    steps = list(zip(log["gradient_norm"], log["block_gradient_norm"], strict=True))
     return found | {
         "alpha_start": log["alpha"][0],
         "alpha_end": log["alpha"][-1],
-        "vanishing_steps": sum(any(norm < VANISHING for norm in _finite(step)) for step in steps),
-        "exploding_steps": sum(norm > EXPLODING for norm in _finite(log["gradient_norm"])),
-        "not_finite_steps": sum(None in step for step in zip(log["loss"], log["gradient_norm"], strict=True)),
+        "vanishing_steps": int((steps[[*NORMS]] < VANISHING).any(axis=1).sum()),
+        "exploding_steps": int((steps.gradient_norm > EXPLODING).sum()),
+        "not_finite_steps": int(steps[["loss", "gradient_norm"]].isna().any(axis=1).sum()),
     }
-
-
-def _finite(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def differences(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -141,20 +140,24 @@ def differences(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     A seed without a finite figure for both has None.
     """
-    found: dict[str, Any] = {other: {} for other in COMPARED}
-    for figure in ("loss", "held_out_loss"):
-        by_seed = pd.DataFrame(records).pivot(index="seed", columns="arm", values=figure).astype(float)
-        for other in COMPARED:
-            values = [None if np.isnan(value) else value for value in by_seed["hybrid"] - by_seed[other]]
-            known = _finite(values)
-            mean, low, high = interval(known) if known else (None, None, None)
-            found[other][figure] = {"values": values, "mean": mean, "low": low, "high": high}
-    return found
+    by_seed = pd.DataFrame(records).pivot(index="seed", columns="arm", values=list(FIGURES)).astype(float)
+    return {
+        other: {name: _difference(by_seed[name]["hybrid"] - by_seed[name][other]) for name in FIGURES}
+        for other in COMPARED
+    }
+
+
+def _difference(by_seed: pd.Series) -> dict[str, Any]:
+    known = by_seed.dropna()
+    mean, low, high = interval([*known]) if len(known) else (None, None, None)
+    values = [None if np.isnan(value) else value for value in by_seed]
+    return {"values": values, "mean": mean, "low": low, "high": high}
 
 
 def _main(results: dict[str, Any]) -> Table:
     by_arm = pd.DataFrame(results["records"]).drop(columns="log").groupby("arm")
-    rows = []
+    last_loss, size, data = _last_loss(results), results["size"], described_line(results)
+    rows: list[dict[str, Any]] = [row | {last_loss: row["loss"]} for row in PAPER_ROWS]
     for arm in ARMS:
         own = by_arm.get_group(arm)
         first = own.iloc[0]
@@ -163,7 +166,7 @@ def _main(results: dict[str, Any]) -> Table:
                 "model": arm,
                 "parameters": f"{first.parameters:,}",
                 "of the block": "-" if pd.isna(first.block_parameters) else f"{first.block_parameters:,.0f}",
-                _last_loss(results): shown(own.loss.dropna()),
+                last_loss: shown(own.loss.dropna()),
                 "held-out loss": shown(own.held_out_loss.dropna()),
                 "gradient norm": _norm(own, "gradient_norm"),
                 "block's": _norm(own, "block_gradient_norm"),
@@ -173,8 +176,7 @@ def _main(results: dict[str, Any]) -> Table:
                 "not finite": sum(own.not_finite_steps),
             }
         )
-    size, data = results["size"], described_line(results)
-    return table(f"{size['steps']} steps of {size['batch']} x {size['positions']} tokens, {data}", rows, PAPER_ROWS)
+    return table(f"{size['steps']} steps of {size['batch']} x {size['positions']} tokens, {data}", rows)
 
 
 def _last_loss(results: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The hybrid in which only the block learns to steer the next word with its control, and its competitors.
+"""Trains only the hybrid's block to steer the next word with its control, and trains the block's competitors.
 
 An example is a prompt, a control and a word; the loss is -log P(word | prompt). The control 0 is never trained.
 """
@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from condense.files import atomic_folder
 from condense.progress import ProgressBar
 
+from ..study.training import make_once
 from .interventions import Intervention, difference_of_means, intervene
 from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon, parted
 from .models import SMALL, block_in
@@ -27,14 +27,14 @@ from .words import Ids, encode_prompt, encode_word, paired_log_probs
 Labels = Literal["own", "swapped"]
 Prompts = Literal["paper", "many"]
 METHODS = ("flow", "step", "bias", "film", "activation")
-# Trained only on the paper's prompt, to see if the paper's figures need more than the block: all except embeddings
-# and head, as the paper's "Hybrid Unfreeze" can be read; and everything.
-UNFROZEN = {"unfrozen": ("transformer.wte.", "transformer.wpe.", "lm_head."), "everything": ()}  # the frozen part
+# The frozen part if more than the block is trained, to see if the paper's figures need that: all except embeddings and
+# head, as the paper's "Hybrid Unfreeze" can be read, or everything. Only the paper's prompt is trained.
+UNFROZEN = {"unfrozen": ("transformer.wte.", "transformer.wpe.", "lm_head."), "everything": ()}
 PROMPTS_OF = {"paper": (*METHODS, *UNFROZEN), "many": METHODS}
 TRAINED_ON = {"paper": "one prompt", "many": "many prompts"}
 
 STEPS, BATCH = 300, 32
-# Few parameters need larger steps: a flow has a matrix where a bias has a vector.
+# Few parameters need larger steps: a flow has matrices, and a bias a vector.
 LEARNING_RATE = {"flow": 3e-3, "step": 3e-3, "bias": 1e-1, "film": 1e-1, "unfrozen": 1e-3, "everything": 1e-3}
 CONTROL_STD = 0.02  # as GPT-2 initialises
 COEFFICIENTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # of activation steering
@@ -84,26 +84,26 @@ def parts_of(prompts: Prompts, seed: int, setup: Setup) -> Parts:
 def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", prompts: Prompts = "paper") -> Any:
     """Returns the trained hybrid after training only its block on the paper's prompt and pair, or on many.
 
-    It is trained once and kept in `folder`, in eval mode. Raises `ValueError` if the block there was trained in another
-    model or on other examples.
+    The block is trained once and stored in `folder`. Raises `ValueError` if the block there was trained in a different
+    model or on different examples.
     """
     parts, steps = parts_of(prompts, seed, setup), num_steps(setup)
     examples = sentiment_examples(parts.train_prompts, parts.train_pairs, setup.corpus.tokenizer, labels)
-    model, path = trained("hybrid", seed, setup, folder), model_folder(f"steered-{prompts}-{labels}", seed, folder)
+    model, name = trained("hybrid", seed, setup, folder), f"steered-{prompts}-{labels}"
     block, trained_on = block_in(model), _fingerprint(model, setup, examples, steps)
-    if path.exists():
-        if (path / "examples.txt").read_text() != trained_on:
-            raise ValueError(
-                f"{path} was trained in another model or with other prompts or steps: pass another --output, or delete "
-                "it."
-            )
-        block.load_state_dict(load_file(path / "block.safetensors"))
-        return model.requires_grad_(False).eval()
-    fit(model, block.parameters(), examples, steps, LEARNING_RATE["flow"], seed, f"steering {prompts}-{labels}-{seed}")
-    with atomic_folder(path) as made:
+
+    def write(made: Path) -> None:
+        fit(model, block.parameters(), examples, steps, LEARNING_RATE["flow"], seed, f"{name}-{seed}")
         save_file(block.state_dict(), made / "block.safetensors")
         (made / "examples.txt").write_text(trained_on)
-    return model
+
+    path = make_once(model_folder(name, seed, folder), write)
+    if (path / "examples.txt").read_text() != trained_on:
+        raise ValueError(
+            f"{path} was trained in another model or with other prompts or steps: pass another --output, or delete it."
+        )
+    block.load_state_dict(load_file(path / "block.safetensors"))
+    return model.requires_grad_(False).eval()
 
 
 def _fingerprint(model: Any, setup: Setup, examples: Sequence[Example], steps: int) -> str:
@@ -116,10 +116,11 @@ def _fingerprint(model: Any, setup: Setup, examples: Sequence[Example], steps: i
 
 
 def steered_by(method: str, seed: int, setup: Setup, folder: Path, prompts: Prompts) -> Any:
-    """Steers like `steered`, using one of `METHODS`, or one of `UNFROZEN`, which train more of the hybrid than the
-    block. step: the block as one discrete step. bias: u times a vector added to the block's output. film: scale and
-    shift after the last layer of the baseline that a hybrid replaces. activation: the difference of mean activations
-    added to the block's output, with the best coefficient on the examples.
+    """Steers like `steered` by one of `METHODS`, or by one of `UNFROZEN`, which trains more than the block.
+
+    step: the block as one discrete step. bias: u times a vector added to the block's output. film: scale and shift
+    after the last layer of the baseline that a hybrid replaces. activation: the difference of mean activations added to
+    the block's output, with the best coefficient on the examples.
     """
     if method == "flow":
         return steered(seed, setup, folder, prompts=prompts)
@@ -140,19 +141,19 @@ def jointly_steered(method: str, seed: int, setup: Setup, folder: Path, examples
 
 
 def _fitted(method: str, model: Any, control_size: int, examples, seed: int, setup: Setup, description: str) -> Any:
-    size, position = setup.size, setup.size.replaced[0]
+    first, end = setup.size.replaced
     learned: Any
-    if method in ("flow", "step"):
+    if method in UNFROZEN:
+        learned = [parameter for name, parameter in model.named_parameters() if not name.startswith(UNFROZEN[method])]
+    elif method in ("bias", "film"):
+        intervention = Intervention(setup.size.width, control_size, scales=method == "film")
+        intervene(model, end - 1 if method == "film" else first, intervention)
+        learned = intervention.parameters()
+    else:
         block = block_in(model)
+        learned = block.parameters()
         if method == "step":
             block.settings = replace(block.settings, solver="euler", steps=1)
-        learned = block.parameters()
-    elif method in UNFROZEN:
-        learned = [parameter for name, parameter in model.named_parameters() if not name.startswith(UNFROZEN[method])]
-    else:
-        intervention = Intervention(size.width, control_size, scales=method == "film")
-        intervene(model, size.replaced[1] - 1 if method == "film" else position, intervention)
-        learned = intervention.parameters()
     fit(model, learned, examples, num_steps(setup), LEARNING_RATE[method], seed, description)
     return model
 
@@ -160,21 +161,19 @@ def _fitted(method: str, model: Any, control_size: int, examples, seed: int, set
 def activation_steered(model: Any, parts: Parts, examples: Sequence[Example], tokenizer: Any) -> Any:
     """Adds coefficient x u x the difference of means; the coefficient has the lowest loss on the examples."""
     position = block_in(model).settings.position
-    sides = [
-        [
-            encode_prompt(tokenizer, prompt) + encode_word(tokenizer, pair[side])
-            for prompt, pair in product(parts.train_prompts, parts.train_pairs)
-        ]
-        for side in (0, 1)
+    texts = [
+        [encode_prompt(tokenizer, prompt) + encode_word(tokenizer, word) for word in pair]
+        for prompt, pair in product(parts.train_prompts, parts.train_pairs)
     ]
-    direction_D = difference_of_means(model, position, *sides)
+    direction_D = difference_of_means(model, position, *zip(*texts, strict=True))
     intervention = Intervention(len(direction_D))
     intervene(model, position, intervention).requires_grad_(False).eval()
-    losses = {}
-    for coefficient in COEFFICIENTS:
+
+    def loss(coefficient: float) -> float:
         intervention.shift_CD.copy_(coefficient * direction_D)
-        losses[coefficient] = example_loss(model, examples)
-    intervention.shift_CD.copy_(min(losses, key=lambda coefficient: losses[coefficient]) * direction_D)
+        return example_loss(model, examples)
+
+    intervention.shift_CD.copy_(min(COEFFICIENTS, key=loss) * direction_D)
     return model
 
 

@@ -1,12 +1,12 @@
-"""Does a control steer the next word, even with prompts and words that it was not trained on?
+"""Measures whether a control steers the next word, also with prompts and words that it was not trained on.
 
-The paper's table 2 and the sweep of figure 2, with additions: held-out prompts and words, four other ways to steer at
-the same depth, training of more than the block, three dimensions at once, and the loss on ordinary text.
+Repeats the paper's table 2 and the sweep of figure 2, with additions: held-out prompts and words, four other ways to
+steer at the same depth, training of more than the block, three dimensions at once, and the loss on ordinary text.
 
-Axes: U values of the control, P prompts, N pairs of words, W words.
+Axes: U values of the control, P prompts, N pairs of words, R seeds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -40,6 +40,7 @@ from .steered import (
 from .steering_measures import GROUPS, ceiling, figures, measure_joint, pair_log_probs, text_loss
 from .words import encode_word
 
+DOTS: dict[str, Any] = {"marker": ".", "markersize": 3}
 CONTROLS, FEW_CONTROLS = np.linspace(-2, 2, 17).tolist(), [-2.0, -1.0, 0.0, 1.0, 2.0]
 JOINT_METHODS = ("flow", "bias", "film")
 PAPER = {1.0: (0.98, 0.002), -1.0: (0.002, 0.881), 0.0: (0.914, 0.033)}  # P(good), P(bad)
@@ -67,20 +68,17 @@ class Steering(Experiment[Run]):
     kind = "depth_steering"
     unit = "model"
     about = (
-        "A trained model is frozen, and what stands at the place of its middle layers learns to choose the next word "
-        "by a control u: the positive word at +1, the negative one at -1; 0 is never trained. flow: the block's "
-        "weights; one discrete step: the same block with a single Euler step, though it was trained with four before; "
-        "bias vector: u times a vector added to the block's output; FiLM: scale and shift of the same layer's output "
-        "in the baseline, the model without a flow; activation steering: u times the difference of mean activations "
-        "of positive and negative texts, with the coefficient of least loss on the trained prompts. Two more are "
-        "trained on the paper's prompt only, since the paper can be read so: all but embeddings and head, and "
-        "everything; the ceiling below does not hold for them. "
-        "P is the probability of a whole word over the whole vocabulary: the "
-        "product of the probabilities of its tokens, and the last norm and the head, which stay frozen, set its "
-        "ceiling for any hidden state. Share: P(positive) / (P(positive) + P(negative)). Right: the word "
-        "that u asks for is the likelier of its pair; a model without control is right in 50 %. Held-out prompts are "
-        "of other subjects than the trained ones. Intervals are 95 % t intervals over seeds; each seed has its own "
-        "model and holds out other prompts and words."
+        "A trained model is frozen, and the part in place of its middle layers learns to choose the next word by a "
+        "control u: the positive word at +1, the negative one at -1; 0 is never trained. flow: the block's weights; "
+        "one discrete step: the same block with a single Euler step; bias vector: u times a vector added to the "
+        "block's output; FiLM: scale and shift of the same layer's output in the baseline; activation steering: u "
+        "times the difference of mean activations of positive and negative texts, with the best coefficient on the "
+        "trained prompts. Two more are trained only on the paper's prompt: all but embeddings and head, and "
+        "everything. P is the probability of a whole word over the whole vocabulary. If the last norm and the head are "
+        "frozen, they set its ceiling. Share: P(positive) / (P(positive) + P(negative)). Right: the word that u asks "
+        "for is the likelier of its pair; a model without control is right in 50 %. Held-out prompts are about other "
+        "subjects than the trained ones. Intervals are 95 % t intervals over seeds; each seed has its own model and "
+        "holds out other prompts and words."
     )
 
     def settings(self) -> dict[str, Any]:
@@ -102,16 +100,16 @@ class Steering(Experiment[Run]):
     def measure(self, item: Run) -> Record:
         if item.prompts == "joint":
             return measure_joint(item.method, item.seed, self.setup, self.output)
+        kind: Any = item.prompts
         before = trained("baseline" if item.method == "film" else "hybrid", item.seed, self.setup, self.output)
-        model = steered_by(item.method, item.seed, self.setup, self.output, item.prompts)  # type: ignore[arg-type]
-        parts, tokenizer = parts_of(item.prompts, item.seed, self.setup), self.setup.corpus.tokenizer  # type: ignore[arg-type]
+        model = steered_by(item.method, item.seed, self.setup, self.output, kind)
+        parts, tokenizer = parts_of(kind, item.seed, self.setup), self.setup.corpus.tokenizer
         prompts, pairs = (*parts.train_prompts, *parts.test_prompts), (*parts.train_pairs, *parts.test_pairs)
         log_UPN2 = pair_log_probs(model, tokenizer, prompts, pairs, self.controls)
         paper_U2 = log_UPN2[:, prompts.index(PAPER_PROMPT), pairs.index(PAPER_PAIR)].exp()
-        halves = [slice(None, len(parts.train_prompts)), slice(len(parts.train_prompts), None)]
-        sides = [slice(None, len(parts.train_pairs)), slice(len(parts.train_pairs), None)]
-        groups = [log_UPN2[:, half][:, :, side] for side, half in product(sides, halves)]
         before_2 = pair_log_probs(before, tokenizer, [PAPER_PROMPT], [PAPER_PAIR], [0.0])[0, 0, 0].exp()
+        sides = log_UPN2.tensor_split([len(parts.train_pairs)], dim=2)
+        groups = [group for side in sides for group in side.tensor_split([len(parts.train_prompts)], dim=1)]
         return {
             "before": before_2.tolist(),
             "ceiling": [ceiling(before, encode_word(tokenizer, word)) for word in PAPER_PAIR],
@@ -123,7 +121,7 @@ class Steering(Experiment[Run]):
         }
 
     def rows(self, results: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns a line per model, group and control; for joint control, per model, group, setting, dimension."""
+        """Returns a line per model, group and control; with joint control, per model, group, dimension and setting."""
         found = []
         for record in results["records"]:
             run = {name: record[name] for name in Run._fields}
@@ -169,7 +167,6 @@ class Steering(Experiment[Run]):
                 _draw_effects(np.mean([*own.effects], axis=0), f"{NAMES[method]}, new prompts", panel)
 
 
-DOTS: dict[str, Any] = {"marker": ".", "markersize": 3}
 share_of_seeds = partial(shown, scale=LOGIT)
 
 
@@ -189,30 +186,26 @@ def _named(method: str, prompts: str) -> dict[str, Any]:
 
 
 def _paper_table(records: pd.DataFrame, controls: Sequence[float], title: str) -> Table:
-    def row(first: dict[str, Any], u: str, pairs: Sequence[Sequence[float]]) -> dict[str, Any]:
+    def row(first: dict[str, Any], u: str, pairs: Iterable[Sequence[float]], share: bool = True) -> dict[str, Any]:
         """`pairs` are P(good) and P(bad) of each seed."""
-        good, bad = zip(*pairs, strict=True)
-        share = [] if u == "any" else [one / (one + other) for one, other in pairs]
-        cells = {
-            "P(good)": shown(good, 4, LOGIT),
-            "P(bad)": shown(bad, 4, LOGIT),
-            "share of good": share_of_seeds(share),
-        }
-        return first | {"u": u} | cells
+        good, bad = (list(side) for side in zip(*pairs, strict=True))
+        shares = [one / (one + other) for one, other in zip(good, bad, strict=True)] if share else []
+        cells = {"P(good)": shown(good, 4, LOGIT), "P(bad)": shown(bad, 4, LOGIT)}
+        return first | {"u": u} | cells | {"share of good": share_of_seeds(shares)}
 
-    paper = [
-        ["the paper", "flow", f"{u:+g}", good, bad, f"{good / (good + bad):.3f}"] for u, (good, bad) in PAPER.items()
+    rows = [
+        {"trained on": "the paper", "method": "flow", "u": f"{u:+g}", "P(good)": good, "P(bad)": bad}
+        | {"share of good": f"{good / (good + bad):.3f}"}
+        for u, (good, bad) in PAPER.items()
     ]
     flow = records[(records.method == "flow") & (records.prompts == "paper")]
-    most = "the most that a frozen last norm and head allow"
-    rows = [row({"trained on": "not trained", "method": "-"}, "0", [*flow.before])]
-    rows += [row({"trained on": most, "method": "-"}, "any", [*flow.ceiling])]
+    rows.append(row({"trained on": "not trained"}, "0", flow.before))
+    rows.append(row({"trained on": "the most that a frozen last norm and head allow"}, "any", flow.ceiling, False))
     for kind, own in groups(records, "method", "prompts"):
         for u in PAPER:
-            at = controls.index(u)
-            pairs = [(good[at], bad[at]) for good, bad in zip(own.good, own.bad, strict=True)]
-            rows.append(row(_named(*kind), f"{u:+g}", pairs))
-    return table(title, rows, paper)
+            good, bad = (own[side].str[controls.index(u)] for side in ("good", "bad"))
+            rows.append(row(_named(*kind), f"{u:+g}", zip(good, bad, strict=True)))
+    return table(title, rows)
 
 
 def _accuracy_table(lines: pd.DataFrame) -> Table:
@@ -258,12 +251,15 @@ def _joint_table(lines: pd.DataFrame) -> Table:
 
 
 def _effect_table(lines: pd.DataFrame) -> Table:
-    rows = []
-    for method, own in groups(lines, "method"):
-        effects_RCD = np.array([*own.effects])  # of each seed (R), of each control (C) on each dimension (D)
-        for at, control in enumerate(DIMENSIONS):
-            moved = {f"log odds of {name}": shown([*effects_RCD[:, at, d]], 2) for d, name in enumerate(DIMENSIONS)}
-            rows.append({"method": NAMES[method], "control of": control} | moved)
+    rows = [
+        {"method": NAMES[method], "control of": control}
+        | {
+            f"log odds of {name}": shown([effects[c][d] for effects in own.effects], 2)
+            for d, name in enumerate(DIMENSIONS)
+        }
+        for method, own in groups(lines, "method")
+        for c, control in enumerate(DIMENSIONS)
+    ]
     return table("what a control does to all dimensions as it goes from -1 to +1: new prompts", rows)
 
 
@@ -294,13 +290,12 @@ def _draw_accuracy(lines: pd.DataFrame, panel: Any) -> None:
         found = [interval([*values], LOGIT) for _, values in own.groupby("group", sort=False).accuracy]
         places = [at + (number - (len(METHODS) - 1) / 2) * width for at in range(len(GROUPS))]
         panel.bar(places, [mean for mean, _, _ in found], width, label=NAMES[method], color=f"C{number}")
-        for at, (_, low, high) in zip(places, found, strict=True):
-            if low is not None:
-                panel.plot([at, at], [low, high], color="black", lw=0.8)
+        for at, (_, *ends) in zip(places, found, strict=True):
+            if None not in ends:
+                panel.plot([at, at], ends, color="black", lw=0.8)
     panel.axhline(0.5, color="grey", ls="--", lw=0.8)
     panel.set_xticks(range(len(GROUPS)), GROUPS)
-    panel.set_ylim(0, 1.3)
-    panel.set_ylabel("the asked word is the likelier")
+    panel.set(ylim=(0, 1.3), ylabel="the asked word is the likelier")
     panel.set_title("trained on many prompts", fontsize=10)
     panel.legend(fontsize=7, ncols=2, loc="upper center")
 
@@ -311,7 +306,7 @@ def _draw_effects(effects: np.ndarray, title: str, panel: Any) -> None:
     for (row, column), value in np.ndenumerate(effects):
         color = "white" if abs(value) > 0.6 * most else "black"
         panel.text(column, row, f"{value:.2f}", ha="center", va="center", color=color)
-    panel.set_xticks(range(len(DIMENSIONS)), DIMENSIONS)
-    panel.set_yticks(range(len(DIMENSIONS)), DIMENSIONS)
+    for ticks in (panel.set_xticks, panel.set_yticks):
+        ticks(range(len(DIMENSIONS)), DIMENSIONS)
     panel.set(xlabel="change of the log odds of", ylabel="control, from -1 to +1")
     panel.set_title(title, fontsize=10)

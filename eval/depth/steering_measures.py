@@ -1,4 +1,4 @@
-"""How far a control moves the next word, its cost on ordinary text, and interference between dimensions.
+"""Measures how far a control moves the next word, its cost on ordinary text, and interference between dimensions.
 
 Axes: U values of the control, P prompts, N pairs of words, S settings of the control, W words.
 """
@@ -37,8 +37,8 @@ def pair_log_probs(
 def figures(log_UPN2: torch.Tensor, controls: Sequence[float]) -> dict[str, Any]:
     """Computes figures for one group of prompts and pairs, with equal weight for both signs of u.
 
-    accuracy: how often the asked word is the likelier one; asked: its mean probability; shift: the change of the
-    positive word's log odds from u = -1 to +1; share: the mean share of the positive word at each control.
+    accuracy: how often the asked word is the likelier one. asked: its mean probability. shift: the change of the
+    positive word's log odds from u = -1 to +1. share: the mean share of the positive word at each control.
     """
     plus, minus = controls.index(1.0), controls.index(-1.0)
     odds_UPN = log_UPN2[..., 0] - log_UPN2[..., 1]
@@ -79,6 +79,7 @@ def text_loss(model: Any, setup: Setup, u: float) -> float:
 
 
 def measure_joint(method: str, seed: int, setup: Setup, folder: Path) -> Record:
+    """Steers by several controls at once; returns the settings of all controls, and `disturbances` by group."""
     parts, tokenizer = lexicon_of(setup).joint_split(seed), setup.corpus.tokenizer
     examples = joint_examples(parts.train_prompts, parts.train_words, tokenizer)
     model = jointly_steered(method, seed, setup, folder, examples)
@@ -86,35 +87,26 @@ def measure_joint(method: str, seed: int, setup: Setup, folder: Path) -> Record:
     groups = product((parts.train_words, parts.test_words), (parts.train_prompts, parts.test_prompts))
     found = {}
     for name, (words, prompts) in zip(GROUPS, groups, strict=True):
-        flat = [(signs, encode_word(tokenizer, word)) for signs, own in words.items() for word in own]
+        signs, ids = zip(*((s, encode_word(tokenizer, word)) for s, own in words.items() for word in own), strict=True)
         rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         control = torch.tensor(settings).repeat_interleave(len(rows), dim=0)
         with torch.no_grad():
-            log_RW = word_log_probs(model, rows * len(settings), [word for _, word in flat], control)
-        log_SPW = log_RW.view(len(settings), len(rows), len(flat))
-        found[name] = disturbances(log_SPW, settings, [signs for signs, _ in flat])
-    return {"settings": [list(signs) for signs in settings], "groups": found}
+            log_RW = word_log_probs(model, rows * len(settings), ids, control)
+        found[name] = disturbances(log_RW.view(len(settings), len(rows), len(ids)), settings, signs)
+    return {"settings": list(map(list, settings)), "groups": found}
 
 
 def disturbances(log_SPW: torch.Tensor, settings: Sequence[Signs], words: Sequence[Signs]) -> dict[str, Any]:
     """Measures how dimensions interfere, from log P of the words at each setting S of all controls and each prompt.
 
     A dimension is right if its +1 words together are likelier than its -1 words exactly when its control is +1.
-    accuracy [dimension][setting]; effects [control][dimension]: the mean log odds of the dimension's words at control
+    accuracy [dimension][setting]. effects [control][dimension]: the mean log odds of the dimension's words at control
     +1, minus the same at -1.
     """
-    signs_SD, words_WD = torch.tensor(settings), torch.tensor(words)
-    odds_SPD = torch.stack(
-        [
-            log_SPW[..., words_WD[:, d] > 0].logsumexp(-1) - log_SPW[..., words_WD[:, d] < 0].logsumexp(-1)
-            for d in range(words_WD.shape[1])
-        ],
-        dim=-1,
-    )
-    right_SD = ((odds_SPD > 0) == (signs_SD[:, None] > 0)).double().mean(1)
+    plus_SD, plus_WD = torch.tensor(settings) > 0, torch.tensor(words) > 0
+    odds = [log_SPW[..., plus_W].logsumexp(-1) - log_SPW[..., ~plus_W].logsumexp(-1) for plus_W in plus_WD.T]
+    odds_SPD = torch.stack(odds, dim=-1)
+    right_SD = ((odds_SPD > 0) == plus_SD[:, None]).double().mean(1)
     mean_SD = odds_SPD.mean(1)
-    effects = [
-        (mean_SD[signs_SD[:, control] > 0].mean(0) - mean_SD[signs_SD[:, control] < 0].mean(0)).tolist()
-        for control in range(signs_SD.shape[1])
-    ]
+    effects = [(mean_SD[plus_S].mean(0) - mean_SD[~plus_S].mean(0)).tolist() for plus_S in plus_SD.T]
     return {"accuracy": right_SD.T.tolist(), "effects": effects}

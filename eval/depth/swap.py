@@ -1,4 +1,4 @@
-"""From discrete to continuous: the cost of replacing layers of a trained Llama with a flow, before and after training.
+"""Measures the cost of replacing layers of a trained Llama with a flow, before and after training.
 
 Axes: B rows, N tokens of a row.
 """
@@ -6,7 +6,7 @@ Axes: B rows, N tokens of a row.
 import copy
 import hashlib
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +26,11 @@ from ..models import EvaluatedModel, generate
 from ..results import Table, picture
 from ..results_store import Record
 from ..runner import Results
+from ..study.training import placed
 from .experiment import Experiment
 from .lines import draw_band, groups, table
 from .options import DepthOptions
+from .pretraining import mean_loss
 
 FITTED = ("shuffled", "layers_path", "fitted", "one_step")
 MODEL = "HuggingFaceTB/SmolLM2-135M"
@@ -80,14 +82,13 @@ class Swap(Experiment[Start]):
     kind = "depth_swap"
     unit = "start"
     about = (
-        "Two layers of a trained Llama are replaced by a depth block that begins in different ways, and the model, or "
-        "the block alone, is finetuned on next tokens. The cost is the held-out loss less that of the untouched "
-        "original. A fitted field is the least squares of the replaced layers' change on random features, of training "
-        "rows as they are or with shuffled tokens; a block takes 4 Euler steps, and one_step is the same field fitted "
-        "and used as one discrete step. missed is the share of the layers' change on held-out rows (its variance over "
-        "tokens) that the end of the block misses. For the original, the block is the two layers themselves. The texts "
-        "are the model's own (sampled at temperature 1) unless files are given. Seeds differ in random weights, "
-        "features and batches; intervals are 95 % t intervals over seeds."
+        "Two layers of a trained Llama are replaced by a depth block that begins in different ways. Then the model, or "
+        "only the block, is finetuned on next tokens. The cost is the held-out loss minus that of the untouched "
+        "original, whose block is the two layers themselves. A fitted field is the least squares of the replaced "
+        "layers' change on random features, of training rows as they are or with shuffled tokens. A block takes 4 "
+        "Euler steps. missed is the share of the layers' change on held-out rows (its variance over tokens) that the "
+        "end of the block misses. Without files, the texts are sampled from the model at temperature 1. Seeds differ "
+        "in random weights, features and batches; intervals are 95 % t intervals over seeds."
     )
 
     def __init__(self, options: DepthOptions, output: Path):
@@ -110,25 +111,27 @@ class Swap(Experiment[Start]):
             raise ValueError(f"{source} already has a depth block: pass a Llama with all its layers.")
         if config.num_hidden_layers < REPLACED + 2:
             raise ValueError(f"{source} has {config.num_hidden_layers} layers: pass a model of {REPLACED + 2} or more.")
-        dtype = {"dtype": torch.float32, "segment_length": self.scale.tokens}
-        model = load_model(CondenseForCausalLM, source, **dtype).eval()
-        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-        return EvaluatedModel(Path(source).name, source, model, load_tokenizer(source, model.config))
+        model = load_model(CondenseForCausalLM, source, dtype=torch.float32, segment_length=self.scale.tokens)
+        return EvaluatedModel(Path(source).name, source, placed(model), load_tokenizer(source, model.config))
 
     @cached_property
     def texts(self) -> Texts:
-        """Rows of files, or texts that the model samples from its first token on; different ones are held out."""
-        scale, options, model = self.scale, self.options, self.evaluated.model
-        counts = [scale.train_rows, scale.held_out_rows]
-        if options.text is not None and options.held_out is not None:
-            files = zip((options.text, options.held_out), counts, strict=True)
-            return Texts(*(self._rows(path, count) for path, count in files))
+        """Rows of files, or texts that the model samples from its first token on, different ones for each purpose."""
+        counts, tokens = [self.scale.train_rows, self.scale.held_out_rows], self.scale.tokens - 1
+        if self._files:
+            return Texts(*map(self._rows, self._files.values(), counts))
         torch.manual_seed(0)
         begin_B1 = torch.full((sum(counts), 1), self.evaluated.tokenizer.bos_token_id)
-        new = {"min_new_tokens": scale.tokens - 1, "max_new_tokens": scale.tokens - 1}
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
-        rows_BN, _ = generate(model, begin_B1, torch.ones_like(begin_B1), **sampling, **new)
+        sampling |= {"min_new_tokens": tokens, "max_new_tokens": tokens}
+        rows_BN, _ = generate(self.evaluated.model, begin_B1, torch.ones_like(begin_B1), **sampling)
         return Texts(*rows_BN.split(counts))
+
+    @property
+    def _files(self) -> dict[str, Path]:
+        """Returns the files of the texts by option, if any are given."""
+        paths = {"text": self.options.text, "held_out": self.options.held_out}
+        return {name: path for name, path in paths.items() if path is not None}
 
     def _rows(self, path: Path, count: int) -> torch.Tensor:
         """Returns rows [count, N], spread evenly over the text of a file."""
@@ -150,14 +153,14 @@ class Swap(Experiment[Start]):
 
     def settings(self) -> dict[str, Any]:
         """Identifies the model by its weights and the texts by content; own texts follow from the weights."""
-        files = {name: getattr(self.options, name) for name in ("text", "held_out")}
-        contents = {
-            name: None if path is None else [path.name, hashlib.sha256(read_text(path).encode()).hexdigest()]
-            for name, path in files.items()
+        files = {
+            name: [path.name, hashlib.sha256(read_text(path).encode()).hexdigest()]
+            for name, path in self._files.items()
         }
         described = self.evaluated.describe()
         model = {name: described[name] for name in ("name", "parameters", "weights")}
-        return {"small": self.options.small, "model": model, "scale": self.scale._asdict()} | contents
+        measured = {"small": self.options.small, "model": model, "scale": self.scale._asdict()}
+        return measured | {"text": None, "held_out": None} | files
 
     def items(self) -> list[Start]:
         return [Start(where, arm, seed) for seed in self.seeds for where in RANGES for arm in ARMS]
@@ -186,13 +189,10 @@ class Swap(Experiment[Start]):
         if arm == "layer":
             return convert_to_depth(model, first, end, field="layer", control_size=0, steps=end - first)
         convert_to_depth(model, first, end, seed=seed, control_size=0, steps=1 if arm == "one_step" else 4)
-        if arm not in FITTED:
-            return model
-        ids_BN = self.texts.train_BN[: self.scale.fit_rows]
-        if arm == "shuffled":
-            ids_BN = shuffled(ids_BN, seed)
-        path: Any = "layers" if arm == "layers_path" else "straight"
-        fit_field(model, original, ids_BN, path=path, seed=seed)
+        if arm in FITTED:
+            ids_BN = self.texts.train_BN[: self.scale.fit_rows]
+            ids_BN = shuffled(ids_BN, seed) if arm == "shuffled" else ids_BN
+            fit_field(model, original, ids_BN, path="layers" if arm == "layers_path" else "straight", seed=seed)
         return model
 
     def finetuned(self, model: CondenseForCausalLM, block: nn.Module, seed: int, everything: bool) -> list[float]:
@@ -202,20 +202,18 @@ class Swap(Experiment[Start]):
         block.requires_grad_(True)
         learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(learned, lr=scale.learning_rate, weight_decay=0.0)
+        warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / scale.warmup))
         generator, losses = torch.Generator().manual_seed(seed), [self.loss(model)]
-        bar = ProgressBar(total=scale.steps[-1], desc="everything" if everything else "block", unit="step", leave=False)
-        with bar:
-            for before, after in pairwise(scale.steps):
-                for step in range(before, after):
-                    for group in optimizer.param_groups:
-                        group["lr"] = scale.learning_rate * min(1, (step + 1) / scale.warmup)
-                    rows = torch.randint(len(train_BN), (scale.batch,), generator=generator)
-                    ids_BN = train_BN[rows].to(model.device)
-                    optimizer.zero_grad()
-                    model(ids_BN, labels=ids_BN).loss.backward()
-                    nn.utils.clip_grad_norm_(learned, 1.0)
-                    optimizer.step()
-                    bar.update()
+        steps, trained = range(1, scale.steps[-1] + 1), "everything" if everything else "block"
+        for step in ProgressBar(steps, desc=trained, unit="step", leave=False):
+            rows = torch.randint(len(train_BN), (scale.batch,), generator=generator)
+            ids_BN = train_BN[rows].to(model.device)
+            optimizer.zero_grad()
+            model(ids_BN, labels=ids_BN).loss.backward()
+            nn.utils.clip_grad_norm_(learned, 1.0)
+            optimizer.step()
+            warmup.step()
+            if step in scale.steps:
                 losses.append(self.loss(model))
         return losses
 
@@ -223,27 +221,24 @@ class Swap(Experiment[Start]):
     def loss(self, model: CondenseForCausalLM) -> float:
         """Returns nats per token of the held-out rows, which all have the same length."""
         batches = [rows_BN.to(model.device) for rows_BN in self.texts.held_out_BN.split(16)]
-        sums = [float(model(rows_BN, labels=rows_BN).loss) * len(rows_BN) for rows_BN in batches]
-        return sum(sums) / len(self.texts.held_out_BN)
+        return mean_loss(lambda rows_BN: model(rows_BN, labels=rows_BN).loss, batches)
 
     def rows(self, results: Results) -> list[dict[str, Any]]:
         return _lines(results)
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        steps, lines = results["scale"]["steps"], pd.DataFrame(_lines(results))
-        asked = [step for step in steps[1:] if step in (50, steps[-1])]
-        tables = []
+        last, lines, tables = results["scale"]["steps"][-1], pd.DataFrame(_lines(results)), []
         for (where, layers), of_range in groups(lines, "where", "layers"):
             rows = []
             for arm, own in groups(of_range, "arm"):
-                costs = {key: shown(found.cost) for key, found in groups(own, "tuned", "step")}
                 missed = own[(own.tuned == "all") & (own.step == 0)].missed.dropna()
-                rows.append(
-                    {"start": ARMS[arm], "parameters": f"{own.parameters.iloc[0]:,}"}
-                    | {"missed [%]": shown(100 * missed, 1), "0 steps": costs["all", 0]}
-                    | {f"{n} steps, {what}": costs.get((tuned, n), "-") for tuned, what in TUNED.items() for n in asked}
-                )
+                row = {"start": ARMS[arm], "parameters": f"{own.parameters.iloc[0]:,}"}
+                row["missed [%]"] = shown(100 * missed, 1)
+                for tuned, step in [("all", 0), *product(TUNED, sorted({50, last} & {*own.step}))]:
+                    found = own[(own.tuned == tuned) & (own.step == step)]
+                    row[f"{step} steps, {TUNED[tuned]}" if step else "0 steps"] = shown(found.cost)
+                rows.append(row)
             cost = f"cost of the swap [nats a token], the original has {_untouched(results):.3f}"
             tables.append(table(f"layers {layers} ({RANGES[where]}): {cost}", rows))
         return [*tables, _paired_table(lines)]
@@ -308,13 +303,12 @@ PAIRS = (("one_step", "fitted"), ("fitted", "shuffled"), ("layers_path", "shuffl
 
 def _paired_table(lines: pd.DataFrame) -> Table:
     rows = []
-    for pair, where, (tuned, trained) in product(PAIRS, RANGES, TUNED.items()):
+    for (arm, other), where, (tuned, trained) in product(PAIRS, RANGES, TUNED.items()):
         own = lines[(lines["where"] == where) & (lines.tuned == tuned)]
-        paired = own[own.arm == pair[0]].merge(own[own.arm == pair[1]], on=["layers", "step", "seed"])
+        paired = own[own.arm == arm].merge(own[own.arm == other], on=["layers", "step", "seed"])
         if paired.empty:
             continue  # without the layers there is no block to train
-        first, second = (ARMS[arm] for arm in pair)
-        named = {"start": first, "minus": second, "layers": paired.layers.iloc[0], "trained": trained}
+        named = {"start": ARMS[arm], "minus": ARMS[other], "layers": paired.layers.iloc[0], "trained": trained}
         differences = {f"{n} steps": shown(found.loss_x - found.loss_y) for n, found in groups(paired, "step")}
         rows.append(named | differences)
     return table("differences of two starts, paired by seed [nats a token]", rows)

@@ -1,4 +1,4 @@
-"""A trained model's losses by token under different solvers, with each token's evaluations.
+"""Computes a trained model's losses by token under different solvers, and each token's evaluations.
 
 Axes: B texts, T tokens, D hidden size.
 """
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from condense.depth import set_solver
+from condense.depth.settings import FIXED_SOLVERS
 from condense.depth.solvers import TABLEAUS
-from condense.depth.stock import StockDepthBlock
 
 from .divergence import distances
+from .models import block_in
 from .readings import accurate, batches, input_of, next_token_losses, read_flow
 
 SHUFFLES = 200
@@ -32,43 +33,36 @@ class Run(NamedTuple):
 
 
 class Tokens:
-    """A model with a block, and texts; each run is computed once."""
+    """Runs a model with a block on texts, each solver once."""
 
-    def __init__(self, model: Any, block: StockDepthBlock, ids_BT: torch.Tensor):
-        self.model, self.block, self.ids_BT = model, block, ids_BT
+    def __init__(self, model: Any, ids_BT: torch.Tensor):
+        self.model, self.block, self.ids_BT = model, block_in(model), ids_BT
         self.done: dict[tuple[str, float], Run] = {}
-        self.start_BTD = input_of(model, block, ids_BT).double()
-        self.reading = read_flow(accurate(block))
+        self.start_BTD = input_of(model, self.block, ids_BT).double()
+        self.reading = read_flow(accurate(self.block))
         with torch.no_grad():
-            self.exact_BTD, _ = self.reading.adaptive(self.start_BTD, "dopri5", EXACT)
-
-    def run(self, solver: str, amount: float) -> Run:
-        """`amount` is the number of equal steps, or the tolerance of an adaptive solver."""
-        if (solver, amount) not in self.done:
-            is_fixed = solver in TABLEAUS
-            settings: dict[str, Any] = {"steps": int(amount)} if is_fixed else {"rtol": amount, "atol": amount}
-            set_solver(self.model, solver, **settings)
-            self.done[solver, amount] = Run(*self._predict(), self._error(solver, amount))
-        return self.done[solver, amount]
+            self.exact_BTD = self.reading.exact(self.start_BTD, EXACT)
 
     @torch.no_grad()
+    def run(self, solver: str, amount: float) -> Run:
+        """Runs a solver with `amount` equal steps or, if it is adaptive, with this tolerance."""
+        if (solver, amount) not in self.done:
+            is_fixed = solver in FIXED_SOLVERS
+            settings: dict[str, Any] = {"steps": int(amount)} if is_fixed else {"rtol": amount, "atol": amount}
+            set_solver(self.model, solver, **settings)
+            end_BTD = self.reading.end(self.start_BTD, solver, amount)
+            error = distances(end_BTD, self.exact_BTD, self.start_BTD)["to_displacement"]
+            self.done[solver, amount] = Run(*self._predict(), error)
+        return self.done[solver, amount]
+
     def _predict(self) -> tuple[torch.Tensor, torch.Tensor]:
         losses, evaluations = [], []
         for part in batches(self.ids_BT, self.model.config.vocab_size):
             ids_BT = self.ids_BT[part]
             logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
             losses.append(next_token_losses(logits_BTV, ids_BT).double())
-            taken = torch.as_tensor(self.block.function_evaluations).expand(ids_BT.shape)
-            evaluations.append(taken[:, :-1])
+            evaluations.append(torch.as_tensor(self.block.function_evaluations).expand(ids_BT.shape)[:, :-1])
         return torch.cat(losses), torch.cat(evaluations)
-
-    @torch.no_grad()
-    def _error(self, solver: str, amount: float) -> float:
-        if solver in TABLEAUS:
-            end_BTD = self.reading.fixed(self.start_BTD, solver, int(amount))
-        else:
-            end_BTD, _ = self.reading.adaptive(self.start_BTD, solver, amount)
-        return distances(end_BTD, self.exact_BTD, self.start_BTD)["to_displacement"]
 
 
 def equal_steps(solver: str, evaluations: float) -> int:
@@ -77,8 +71,10 @@ def equal_steps(solver: str, evaluations: float) -> int:
 
 
 def rank_correlation(taken_BT: np.ndarray, losses_BT: np.ndarray, seed: int = 0) -> dict[str, Any] | None:
-    """Computes Spearman's correlation over all tokens. `shuffled`: the same with the losses of each position shuffled
-    over texts, which keeps the position's own effect. None if either input is constant."""
+    """Computes Spearman's correlation over all tokens; None if either input is constant.
+
+    `shuffled` has correlations with the losses of each position shuffled over texts, which keeps the position's effect.
+    """
     from scipy.stats import rankdata
 
     ranks_BT, others_BT = (rankdata(values).reshape(values.shape) for values in (taken_BT, losses_BT))
@@ -92,7 +88,7 @@ def rank_correlation(taken_BT: np.ndarray, losses_BT: np.ndarray, seed: int = 0)
 
 
 def shuffled_middle(shuffled: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Returns the 2.5 % and 97.5 % quantiles of the mean over seeds, via Fisher's z; each seed has its own shuffles."""
+    """Returns the 2.5 % and 97.5 % quantiles of the mean over seeds by Fisher's z; each seed has its own shuffles."""
     means = np.tanh(np.arctanh(np.asarray(shuffled)).mean(axis=0))
     low, high = np.quantile(means, (0.025, 0.975))
     return float(low), float(high)

@@ -1,4 +1,4 @@
-"""Probabilities of whole words after a prompt.
+"""Computes probabilities of whole words after a prompt.
 
 A word is the text " word"; its probability is the product of the probabilities of its tokens, over the whole
 vocabulary. For a word of one token this is the probability at the last position of the prompt.
@@ -27,7 +27,7 @@ def encode_word(tokenizer: Any, word: str) -> Ids:
 
 
 def word_log_probs(
-    model: torch.nn.Module, prompts: Sequence[Ids], words: Sequence[Ids], control_RC: torch.Tensor | None
+    model: torch.nn.Module, prompts: Sequence[Ids], words: Sequence[Ids], control_RC: torch.Tensor
 ) -> torch.Tensor:
     """Returns log P(word | prompt of the row) [R, W] of every word; words that begin alike share a pass."""
     endings: dict[Ids, list[int]] = defaultdict(list)  # beginnings of words -> words that continue them
@@ -36,20 +36,19 @@ def word_log_probs(
             endings[word[:length]].append(number)
     total_WR: list[Any] = [0.0] * len(words)
     for beginning, numbers in endings.items():
-        for_numbers = torch.tensor([words[number][len(beginning)] for number in numbers])
+        next_tokens = torch.tensor([words[number][len(beginning)] for number in numbers]).to(_device(model))
         parts = []
         for at in range(0, len(prompts), ROWS_AT_ONCE):
             rows = [prompt + beginning for prompt in prompts[at : at + ROWS_AT_ONCE]]
-            control = None if control_RC is None else control_RC[at : at + ROWS_AT_ONCE]
             last = torch.tensor([[len(row) - 1] for row in rows])
-            parts.append(_log_probs_at(model, rows, last, control)[:, 0][:, for_numbers.to(_device(model))])
+            parts.append(_log_probs_at(model, rows, last, control_RC[at : at + ROWS_AT_ONCE])[:, 0, next_tokens])
         for column, number in enumerate(numbers):
             total_WR[number] = total_WR[number] + torch.cat([part[:, column] for part in parts])
     return torch.stack(total_WR, dim=1)
 
 
 def paired_log_probs(
-    model: torch.nn.Module, prompts: Sequence[Ids], words: Sequence[Ids], control_RC: torch.Tensor | None
+    model: torch.nn.Module, prompts: Sequence[Ids], words: Sequence[Ids], control_RC: torch.Tensor
 ) -> torch.Tensor:
     """Returns log P(word | prompt) [R] of one word for each row."""
     longest = max(map(len, words))
@@ -64,9 +63,7 @@ def paired_log_probs(
     return (log_probs * counted).sum(-1)
 
 
-def _log_probs_at(
-    model: Any, rows: Sequence[Ids], places_RK: torch.Tensor, control_RC: torch.Tensor | None
-) -> torch.Tensor:
+def _log_probs_at(model: Any, rows: Sequence[Ids], places_RK: torch.Tensor, control_RC: torch.Tensor) -> torch.Tensor:
     """Returns log probabilities [R, K, vocabulary] of the next token at K places of each row."""
     device, longest = _device(model), max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)  # causal: no mask needed

@@ -1,4 +1,4 @@
-"""A study: trains a model by a recipe for each item, and measures it."""
+"""Experiments on models that they train, and studies, which train one model by a recipe for each item."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -7,19 +7,29 @@ from typing import Any, TypeVar
 
 from condense.training.recipe import Recipe
 
-from ..results_store import Record
+from ..results_store import Key, Record
 from ..runner import Task
 from .training import check_one_gpu, read_curve, remove_checkpoints, train_alone
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", bound=Any)  # a named tuple with a `seed`
 
 
-class Study(Task[Item]):
+class Experiment(Task[Item]):
+    """A measurement of models that it trains. A record belongs to one seed, so more seeds can be added later."""
+
+    def __init__(self, options: Any, output: Path):
+        self.options, self.output = options, output
+
+    def key(self, item: Item) -> Key:
+        return item._asdict()
+
+
+class Study(Experiment[Item]):
     """A record has the `curve` of a training, its losses by validation, and the trained model's measurements."""
 
     def __init__(self, options: Any, output: Path):
         check_one_gpu()
-        self.options, self.output = options, output
+        super().__init__(options, output)
 
     @abstractmethod
     def recipe(self, item: Item) -> Recipe: ...

@@ -30,7 +30,7 @@ def random_control(*shape, seed=3):
 
 
 def reference_logits(model, ids_N, control_NC, durations_N=None, detach_after=None):
-    """The logits [N, V] of one text; a control [C] is that of every token."""
+    """Returns the logits [N, V] of one text; all tokens share a control [C]."""
     config, depth = model.config, model.config.depth
     weights = model.state_dict(keep_vars=True)
     control_NC = control_NC.expand(len(ids_N), -1)

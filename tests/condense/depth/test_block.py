@@ -16,7 +16,7 @@ from .models import depth_model, random_control, reference_logits
 
 @pytest.mark.parametrize("num_applied", [1, 3])
 def test_layer_field_with_as_many_euler_steps_as_alpha_applies_the_layer_as_often(num_applied):
-    """In one segment as in a stock Llama with the layer repeated. A single step is the layer over all segments."""
+    """One segment equals a stock Llama with the layer repeated; a single step equals the layer over all segments."""
     base = tiny_model(num_hidden_layers=2 + num_applied)
     for number in range(2, 1 + num_applied):
         base.model.layers[number].load_state_dict(base.model.layers[1].state_dict())

@@ -206,7 +206,7 @@ def test_attention_implementations_agree(attention):
 
 @torch.no_grad()
 def test_a_wave_is_chosen_around_and_refused_by_name():
-    """`auto` is sequential where a model without the block would take a wave."""
+    """`auto` is sequential even if a model without the block would take a wave."""
     model = depth_model("layer", segment_length=4)
     ids, control = random_ids(1, 64), random_control(1, 2)
     expected = model(ids, control=control, use_cache=False).logits

@@ -22,7 +22,7 @@ def flow(**settings):
 
 
 def gradients(block, hidden, control):
-    """Of the start, of the control and of all parameters, as one vector."""
+    """Returns the gradients of the start, the control and all parameters as one vector."""
     hidden, control = hidden.clone().requires_grad_(), control.clone().requires_grad_()
     end = block.flow(hidden, control).end_xD
     found = torch.autograd.grad(end.sin().sum(), [hidden, control, *block.parameters()])
@@ -97,11 +97,11 @@ def test_the_adjoint_in_a_model_with_frozen_layers():
 
 
 def saved_bytes(**settings):
-    """What the forward pass keeps for the backward pass."""
+    """Counts the bytes that the forward pass keeps for the backward pass."""
     block, storages = flow(**settings), {}
 
     def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so that an address stands for one tensor
+        storages[tensor.untyped_storage().data_ptr()] = tensor  # kept alive, so an address stands for one tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -149,7 +149,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(field, depth):
 
 @pytest.mark.parametrize("bptt_segments", [None, 1])
 def test_gradients_over_segments_are_those_of_the_equations(bptt_segments):
-    """Through the memory of the flow, and not where it is detached."""
+    """Gradients pass through the flow's memory unless it is detached."""
     model = depth_model("layer", depth={"solver": "midpoint", "steps": 2}, bptt_segments=bptt_segments)
     ids, control = random_ids(1, 13), random_control(1, 13, 2).requires_grad_()
     watched = [control, model.model.layers[1].alpha, model.model.layers[1].field.self_attn.k_proj.weight]
@@ -163,7 +163,7 @@ def test_gradients_over_segments_are_those_of_the_equations(bptt_segments):
 
 
 def test_the_block_holds_its_own_scale_and_calls_its_modules():
-    """What ZeRO-3 and FSDP need: they gather a module's own parameters where its forward pass is called."""
+    """ZeRO-3 and FSDP need this: they gather a module's own parameters when its forward pass is called."""
     model = depth_model("layer")
     block = model.model.layers[1]
     assert [name for name, _ in block.named_parameters(recurse=False)] == ["alpha"] and block.alpha.shape == (1,)

@@ -116,7 +116,7 @@ def test_a_fit_comes_nearer_than_the_random_field(original):
 def test_the_missed_share_is_the_error_of_the_end_over_the_variance(original, settings):
     """Against numpy, of hidden states as transformers gives them; of ids that nothing was fitted to."""
     model = converted(original, **settings)
-    ids = OTHER_IDS[:, :16].repeat(4, 1)  # a segment, so that all is in one order; more rows than one call takes
+    ids = OTHER_IDS[:, :16].repeat(4, 1)  # a segment, so all is in one order; more rows than one call takes
     ids[10:] = (ids[10:] + 1) % 31
     states = original(ids, output_hidden_states=True).hidden_states
     start, expected, end = (

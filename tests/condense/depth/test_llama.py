@@ -73,7 +73,7 @@ def test_the_folded_hybrid_has_the_same_logits(first, control):
     for given in (control, per_token):
         torch.testing.assert_close(stock(ids, control=given).logits, model(ids, control=given).logits)
     assert not torch.allclose(stock(ids).logits, stock(ids, control=control).logits)
-    # Converted from the stock model: the same seed, the same weights, and those of the other layers are shared.
+    # Converted from the stock model: the same seed gives the same weights, and the other layers' are shared.
     llama = to_stock(tiny_model(num_hidden_layers=4, segment_length=SEGMENT))
     settings = {"alpha": 0.7, "control_size": 2, "field_size": 12, "seed": 3}
     made = convert_to_depth(

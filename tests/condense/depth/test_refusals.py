@@ -186,7 +186,7 @@ class BreaksAt(torch.nn.Module):
     ],
 )
 def test_a_field_that_is_not_finite_stops_the_flow(solver, message):
-    """With the depth and the step, also where only one token of a text has it; no solver tries for ever."""
+    """The error has the depth and the step, even for a single token of a text; no solver tries for ever."""
     block = DepthFlow(BreaksAt(0.5), settings(solver=solver, control_size=0, alpha=1.0))
     with pytest.raises(
         NotFiniteError, match=f"field 'mlp' of the depth block gives values that are not finite at {message}: low"

@@ -26,7 +26,7 @@ print(type(model.model.layers[1]).__name__, int(output.function_evaluations.sum(
 
 @torch.no_grad()
 def test_loads_in_a_fresh_process_through_the_auto_class(new_process, tmp_path):
-    """`import condense` alone does not load the block; the configuration does."""
+    """`import condense` does not load the block; the configuration does."""
     model = depth_model("mlp_tau", 1, 3, depth={"solver": "midpoint", "steps": 3}).float()
     ids, control = random_ids(2, 12), random_control(2, 2).float()
     model.save_pretrained(tmp_path / "model")

@@ -76,7 +76,7 @@ def test_adaptive_solvers_reach_their_tolerance_and_count_their_calls(solver):
 
 
 def stretched(scale_n1):
-    """Of each sample at a speed of its own."""
+    """Samples move at their own speeds."""
     return lambda tau, state_nD: scale_n1 * torch.sin(3 * state_nD @ matrix().T + tau)
 
 

@@ -134,7 +134,7 @@ def test_what_the_position_explains_stays_when_shuffled():
 
 
 def test_the_middle_of_shuffled_means():
-    """Of the mean over seeds, which spreads less than that of a seed by the root of their number."""
+    """The mean over seeds spreads less than a seed's correlation, by the root of their number."""
     one, *others = np.random.default_rng(0).normal(scale=0.1, size=(4, 5000)).tolist()
     assert shuffled_middle([one]) == pytest.approx((-0.196, 0.196), abs=0.01)
     assert shuffled_middle([one, *others]) == pytest.approx((-0.098, 0.098), abs=0.005)

@@ -28,7 +28,7 @@ def results(tmp_path_factory):
 def test_operations_are_those_that_torch_counts(arm):
     model = build(arm, SMALL, 0)
     model.set_attn_implementation("eager")
-    evaluations = {"hybrid": 8, "twin": 1, "wide_twin": 4}.get(arm, 0)  # four evaluations of a quarter of the field
+    evaluations = {"hybrid": 8, "twin": 4, "wide_twin": 4}.get(arm, 0)
     if arm == "hybrid":
         set_solver(model, "midpoint")
     with FlopCounterMode(display=False) as counter:
@@ -75,7 +75,7 @@ def test_evaluations_of_the_solvers(results):
 
 
 def test_the_adjoint(results):
-    """Its memory is constant, and its gradient is that of the continuous problem: exact for more and more steps."""
+    """Its memory is constant, and its gradient belongs to the continuous problem: more steps make it exact."""
     found = [results["adjoint"][str(steps)] for steps in STEPS]
     assert len({figures["adjoint_bytes"] for figures in found}) == 1
     assert found[-1]["direct_bytes"] > 30 * found[0]["direct_bytes"]

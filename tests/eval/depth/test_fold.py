@@ -21,7 +21,7 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(output):
-    """Of two arms, since each is trained."""
+    """Measures only two arms, since each is trained."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fold, "ARMS", ARMS)
         yield run(Fold(DepthOptions(small=True, seeds=1), output), output)

@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from condense.depth import set_solver
 from condense.eval.depth.models import ARMS, PAPER, SMALL, block_of, build, num_parameters
 from condense.eval.depth.pretraining import held_out_loss, log_of, model_folder, train, trained
-from condense.training.output_lock import output_lock
 
 
 def test_the_sizes_of_the_paper():
@@ -53,8 +51,6 @@ def test_the_twins_are_residual_steps_of_their_own_weights(arm, times):
     solution = block.flow(hidden, control)
     torch.testing.assert_close(solution.end_xD, expected)
     assert solution.num_evaluations == 4
-    set_solver(model, "adaptive_heun", rtol=1e-5, atol=1e-6)  # steps end where the weights change, or nearly so
-    torch.testing.assert_close(block.flow(hidden, control).end_xD, expected, atol=2e-3, rtol=0)
 
 
 def test_trained_models_are_stored(setup, tmp_path):
@@ -69,12 +65,6 @@ def test_trained_models_are_stored(setup, tmp_path):
     for weight, stored in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(weight, stored)
     with pytest.raises(ValueError, match="different size or text"):
-        trained("hybrid", 0, setup, tmp_path)
-
-
-def test_one_process_trains_a_model(setup, tmp_path, monkeypatch):
-    monkeypatch.setattr("condense.training.output_lock.PATIENCE_S", 0.0)
-    with output_lock(tmp_path / "models", "hybrid-0"), pytest.raises(ValueError, match="is in use by process"):
         trained("hybrid", 0, setup, tmp_path)
 
 
@@ -114,7 +104,7 @@ def test_other_errors_end_a_training(setup, monkeypatch):
 
 
 def test_the_log_is_that_of_a_plain_loop(setup):
-    """Loss and norms of the first two steps, by autograd and torch's AdamW alone."""
+    """Computes loss and norms of the first two steps with only autograd and torch's AdamW."""
     size = SMALL.__class__(**{**vars(SMALL), "steps": 2})
     log = train(build("hybrid", size, 1), setup._replace(size=size), 1, "hybrid")
     model = build("hybrid", size, 1)

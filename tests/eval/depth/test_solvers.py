@@ -60,7 +60,7 @@ def texts(setup):
 
 @pytest.mark.parametrize("arm", ["hybrid", "twin", "wide_twin", "baseline"])
 def test_own_steps_are_the_model(arm, texts):
-    """What a model is read as gives, with its own Euler steps, what the model computes."""
+    """The reading of a model computes the model's output with the model's own Euler steps."""
     model = accurate(build(arm, SMALL, seed=1))
     first, end = SMALL.replaced
     if arm == "baseline":
@@ -185,7 +185,7 @@ def test_the_small_experiment(measured):
 
 
 def loss_of(model, ids_BT):
-    """In float64, unlike the loss of the model."""
+    """Computes the loss in float64, unlike the model."""
     return F.cross_entropy(model(ids_BT).logits[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()).item()
 
 
@@ -216,7 +216,7 @@ def test_against_torchdiffeq(measured):
 
 
 def test_a_block_that_does_not_curve_does_not_diverge(texts):
-    """Where the field does not depend on the state, Euler is exact."""
+    """If the field does not depend on the state, Euler is exact."""
     model = accurate(build("hybrid", SMALL, seed=0))
     block = block_of(model)
     torch.nn.init.zeros_(block.field.up_proj.weight)
@@ -227,7 +227,7 @@ def test_a_block_that_does_not_curve_does_not_diverge(texts):
 
 @pytest.mark.slow
 def test_the_command_writes_pictures(tmp_path):
-    """Both experiments, as a user runs them."""
+    """Runs both experiments as a user does."""
     for name, pictures in (("solvers", ["solvers-divergence", "solvers-order"]), ("adaptive", ["adaptive"])):
         arguments = ["study", "depth", name, "--small", "--seeds", "2", "--output", str(tmp_path)]
         shown = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)

@@ -70,7 +70,7 @@ def test_more_seeds_go_on(measured, monkeypatch):
 def test_figures_of_a_log():
     log = {
         "loss": [9.0, *[2.0] * 25, *[4.0] * 25],
-        "gradient_norm": [1.0, 1e-7, 200.0, None, *[3.0] * 47],  # two steps vanish, one of them in the block alone
+        "gradient_norm": [1.0, 1e-7, 200.0, None, *[3.0] * 47],  # two steps vanish, one of them only in the block
         "block_gradient_norm": [0.5, 1e-8, 150.0, None, 1e-9, *[0.5] * 46],
         "alpha": [0.1, *[0.09] * 50, 0.08],
     }
@@ -111,7 +111,7 @@ def test_a_run_without_finite_values():
 
 
 def test_intervals_stay_within_bounds():
-    """Those of ratios are the logarithm's, those of shares the log odds', those of correlations Fisher's z's."""
+    """The scale is the logarithm for ratios, log odds for shares, and Fisher's z for correlations."""
     mean, low, high = interval([1e-4, 1e-3], LOG)
     assert mean == pytest.approx(10**-3.5) and 0 < low < mean < high
     assert [math.log(value) for value in (mean, low, high)] == pytest.approx(interval([math.log(1e-4), math.log(1e-3)]))
@@ -151,7 +151,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
 
 
 def test_names_lead_to_experiments():
-    assert all(find_experiment(name).name() == name for name in EXPERIMENTS)
+    assert all(find_experiment(name).kind == f"depth_{name}" for name in EXPERIMENTS)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from condense.eval.depth import effort, evaluations, probe, steered, steering, s
 from condense.eval.depth.experiments import EXPERIMENTS, find_experiment
 from condense.eval.depth.models import SMALL, block_of, build
 from condense.eval.depth.options import DepthOptions
+from condense.eval.depth.readings import accurate
 from condense.eval.runner import run
 
 
@@ -40,7 +41,7 @@ def test_disturbances():
 
 @pytest.fixture(scope="module")
 def lively():
-    """A hybrid whose flow moves far, so that tokens differ in their steps."""
+    """Makes a hybrid whose flow moves far, so tokens differ in their steps."""
     model = build("hybrid", SMALL, seed=0).eval().requires_grad_(False)
     block = block_of(model)
     block.alpha.fill_(1.0)
@@ -125,7 +126,7 @@ def test_states_on_the_way(lively):
     (start,) = evaluations.states_before(lively, [(1, 2, 3)])
     hidden = lively(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(start.float(), hidden[2][0])
-    block = evaluations._exact_block(lively)
+    block = accurate(block_of(lively))
     states = evaluations.states_at(block, start, 1.0)
     torch.testing.assert_close(states[0], start)
     state = start
@@ -139,7 +140,7 @@ def test_states_on_the_way(lively):
 
 
 def test_the_ceiling_of_a_frozen_head(lively):
-    """Of a head that knows two directions: the best state is the token's own row, normalised."""
+    """If a head knows two directions, the best state is the token's own row, normalised."""
     model = build("baseline", SMALL, seed=0).requires_grad_(False)
     model.lm_head.weight.zero_()
     row = torch.randn(SMALL.width, generator=torch.Generator().manual_seed(0))
@@ -163,7 +164,7 @@ def test_effort_is_fitted_by_slope_and_curvature():
 
 
 def test_the_probe_minimises_its_loss():
-    """The loss is convex: its gradient by hand is zero at the minimum alone."""
+    """The loss is convex: its gradient by hand is zero only at the minimum."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(80, 5, generator=generator, dtype=torch.float64)
     labels = (features[:, 0] + 0.5 * torch.randn(80, generator=generator) > 0).double()
@@ -182,7 +183,7 @@ def test_the_probe_is_tested_on_other_examples():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Both experiments on one seed, with fewer steps of steering."""
+    """Runs both experiments on one seed, with fewer steps of steering."""
     folder = tmp_path_factory.mktemp("steering")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steered, "STEPS", 2)

@@ -45,7 +45,7 @@ def test_the_loss_is_the_stock_llamas(swap):
 
 
 def test_starts(swap):
-    """The first layer twice is a Llama with that layer in both places; the others differ in their field alone."""
+    """The first layer twice is a Llama with that layer in both places; the others differ only in their field."""
     model, ids = swap.evaluated.model, swap.texts.held_out_BN
     llama = to_stock(copy.deepcopy(model))
     llama.model.layers[2].load_state_dict(llama.model.layers[1].state_dict())

@@ -3,9 +3,8 @@
 A name leads to its class without importing it, since that loads torch.
 """
 
-import json
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,7 @@ def shown_by(kind: str) -> Any:
     return resolve_name(DESIGNS.get(kind.removeprefix("ablation_"), ABLATION))
 
 
-def make_task(name: str, output: Path, options: AblationOptions) -> "Task":
+def make_task(name: str, options: AblationOptions, output: Path) -> "Task":
     """The ablation of a property, or the experiment on a design."""
     if name in DESIGNS:
         return resolve_name(DESIGNS[name])(options, output)
@@ -47,17 +46,9 @@ def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None
 
     Raises `ValueError` for texts and reference models that can't be used, before anything is trained.
     """
-    from ..ranks import call_on_ranks, join
-    from ..runner import measure_share, run
+    from ..runner import run_on_ranks
 
-    if options.ranks > 1:
-        call_on_ranks(options.ranks, ablate, name, output, replace(options, ranks=1))
-        return json.loads((output / f"ablation_{name}.json").read_text(encoding="utf-8"))
-    ranks, task = join(), make_task(name, output, options)
-    if ranks is None or ranks.is_first:
-        return run(task, output, ranks)
-    measure_share(task, ranks, ranks.pending(task.settings()))
-    return None
+    return run_on_ranks(partial(make_task, name), f"ablation_{name}", options, output)
 
 
 def ablate_all(output: Path, options: AblationOptions) -> "dict[str, Results]":

@@ -12,13 +12,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
-from condense import laboratories
+from condense import FoldedCache, laboratories
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
 
-from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts, state_bytes
+from .decode_state import state_bytes
+from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts
 
 laboratories.register_models()
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
@@ -205,7 +206,9 @@ def _generate(
         logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
         **options,
     )
-    return output.sequences, state_bytes(output.past_key_values) + bytes_since(before, model)
+    cache = output.past_key_values
+    held = cache.num_bytes if isinstance(cache, FoldedCache) else state_bytes(cache)
+    return output.sequences, held + bytes_since(before, model)
 
 
 def rows_per_batch(evaluated: EvaluatedModel, num_tokens: int) -> int:

@@ -20,8 +20,7 @@ class TrainingOptions(Options):
     ] = None
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
     small: Annotated[
-        bool,
-        Option("Tiny models, a generated text and a few steps, without files or hub.", flags=("--small",)),
+        bool, Option("Tiny models, a generated text and a few steps, without files or hub.", flags=("--small",))
     ] = False
 
     def __post_init__(self) -> None:

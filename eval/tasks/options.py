@@ -55,8 +55,7 @@ PromptSeed = Annotated[int, Option("Seed of the prompts.", min=0)]
 AnyAttention = Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)]
 BadDocuments = Literal["refuse", "skip"]
 LongestTrained = Annotated[
-    int | None,
-    Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True),
+    int | None, Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True)
 ]
 Chat = Annotated[
     Sequence[str],
@@ -250,8 +249,7 @@ class SuiteOptions(EvaluationOptions):
         Option("Benchmarks, or single tasks of them, separated by commas.", spelling=NAMES, may_change=True),
     ] = ("ruler", "babilong", "longbench2", "infinitebench", "graphwalks")
     lengths: Annotated[
-        Sequence[int],
-        Option("Tokens; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
+        Sequence[int], Option("Tokens; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True)
     ] = SUITE_LENGTHS
     num_prompts: Annotated[
         int | None,
@@ -260,8 +258,7 @@ class SuiteOptions(EvaluationOptions):
     batch_size: Annotated[int, Option("Prompts in a batch.", flags=("--batch",), min=1, may_change=True)] = 1
     seed: Annotated[int, Option("Seed of the samples that RULER generates.", min=0)] = 0
     samples: Annotated[
-        str | None,
-        Option("Folder where RULER's samples are kept; default condense/ruler in HF_HOME.", may_change=True),
+        str | None, Option("Folder where RULER's samples are kept; default condense/ruler in HF_HOME.", may_change=True)
     ] = None
 
 
@@ -287,8 +284,7 @@ class AttentionOptions(EvaluationOptions):
         ),
     ] = None
     segments: Annotated[
-        Sequence[int],
-        Option("Segments of the queries, counted from 0; segment 0 has no memory.", spelling=INDICES),
+        Sequence[int], Option("Segments of the queries, counted from 0; segment 0 has no memory.", spelling=INDICES)
     ] = SEGMENTS
     heads: Annotated[
         Sequence[int], Option("Heads from 0 that get their own maps beside the average of all.", spelling=INDICES)

@@ -23,7 +23,7 @@ from .decoding import bytes_since, decodes_together, held_by_modules, neutral_de
 
 laboratories.register_models()
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
-PREFILL_TOKENS = 8192  # columns of a prompt in one call, so that memory beside the state does not grow with the prompt
+PREFILL_TOKENS = 8192  # columns of a prompt in one call, so memory beside the state does not grow with the prompt
 
 
 class EvaluatedModel:
@@ -39,7 +39,7 @@ class EvaluatedModel:
 
     @property
     def segment_length(self) -> int | None:
-        """None for a stock model."""
+        """Returns the tokens of a segment; None for a stock model."""
         return getattr(self.config, "segment_length", None)
 
     def describe(self) -> dict[str, Any]:

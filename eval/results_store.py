@@ -1,6 +1,6 @@
-"""The records of a measurement, written as they are measured, so that a stopped measurement can resume.
+"""The records of a measurement, written as they are measured, so a stopped measurement can resume.
 
-The first of the JSON lines holds the settings. A start with other settings is refused, so that no result mixes two
+The first of the JSON lines holds the settings. A start with other settings is refused, so no result mixes two
 measurements. Models may be added because each has its own records. A line cut off by a kill is dropped.
 """
 

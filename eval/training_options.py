@@ -30,4 +30,4 @@ class TrainingOptions(Options):
         if (self.text is None) != (self.held_out is None):
             raise ValueError("--text and --held-out belong together: pass both, or none for WikiText-2 of the hub.")
         if self.text is not None and self.held_out is not None and self.text.resolve() == self.held_out.resolve():
-            raise ValueError(f"{self.text}: text to train on and to evaluate with; the held-out text must be another.")
+            raise ValueError(f"{self.text}: text to train on and to evaluate with; pass a different held-out text.")

@@ -10,7 +10,7 @@ checkpoint's keys and values expect.
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,9 +267,7 @@ def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | N
     """Returns the tokens until `BAR` of the cost is won back, interpolated between validations; None if never."""
     if won_back[0] >= BAR:
         return tokens[0]
-    for (start, before), (end, after) in zip(
-        zip(tokens, won_back, strict=True), zip(tokens[1:], won_back[1:], strict=True), strict=False
-    ):
+    for (start, before), (end, after) in pairwise(zip(tokens, won_back, strict=True)):
         if before < BAR <= after:
             return start + (end - start) * (BAR - before) / (after - before)
     return None

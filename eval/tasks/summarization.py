@@ -7,7 +7,7 @@ models decode alike.
 
 `corpus` reads the documents and `rouge` is the metric. All models get the same documents in the same batches. Buckets
 (low <= tokens < high) go by a document's own tokens, without the prompt's frame. The first model's tokenizer counts
-them, so that the rows of a table compare the same documents.
+them, so the rows of a table compare the same documents.
 
 Axes: B rows, N columns of the prompts.
 """

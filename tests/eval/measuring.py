@@ -31,13 +31,6 @@ def stop_within(path, number, characters=20):
     return lines
 
 
-def noted(monkeypatch, owner, name="measure"):
-    """The arguments of the calls of a method from now on."""
-    calls, real = [], getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *given, **named: calls.append((given, named)) or real(*given, **named))
-    return calls
-
-
 class Writer:
     """A model that writes the words of `answer` after each prompt, and keeps the prompts and options."""
 

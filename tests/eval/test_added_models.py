@@ -9,7 +9,8 @@ from condense.eval.tasks import evaluate, find_task
 from condense.training.data.passkey import PASSKEY_TEXTS
 
 from ..chat_models import save_chat_model
-from .rivals import rival_tokenizer, save_folded, save_rival
+from .measuring import save_folded
+from .rivals import rival_tokenizer, save_rival
 from .test_neutral_decoding import MEASUREMENTS, options_of
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
-    save_folded(root / "folded", save_rival(root / "llama", "llama", tokenizer))
+    save_folded(save_rival(root / "llama", "llama", tokenizer), root / "folded", 16)
     save_rival(root / "mamba", "mamba", tokenizer)
     return root
 

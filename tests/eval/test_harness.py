@@ -33,7 +33,7 @@ from condense.eval.harness import CondenseLM
 from condense.training.small_llama import small_llama, word_tokenizer
 
 from ..refusals import assert_refused
-from .rivals import save_folded
+from .measuring import save_folded
 
 TEXT = "a cat sat on the mat and saw two dogs run far away from one old red house by the sea . , : ?"
 WORDS = TEXT.split()
@@ -60,7 +60,7 @@ def folders(tmp_path_factory):
     llama.save_pretrained(root / "llama")
     tokenizer.save_pretrained(root / "llama")
     for name, length in {"folded": LENGTH, "wide": 200}.items():
-        save_folded(root / name, root / "llama", length)
+        save_folded(root / "llama", root / name, length)
     return root
 
 

@@ -12,7 +12,8 @@ from condense.eval.positions import has_position_table, positions_exceeded
 from condense.eval.tasks import evaluate, find_task
 from condense.eval.tasks.evaluation import shown_name
 
-from .rivals import rival, rival_tokenizer, save_folded, save_rival
+from .measuring import save_folded
+from .rivals import rival, rival_tokenizer, save_rival
 from .tasks.documents import TEXT, made_documents, write_lines
 
 POSITIONS = 100
@@ -23,7 +24,7 @@ def folders(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
     save_rival(root / "llama", "llama", tokenizer, max_position_embeddings=POSITIONS)
     for name, length in {"folded": 16, "wide": 64}.items():
-        save_folded(root / name, root / "llama", length)
+        save_folded(root / "llama", root / name, length)
     save_rival(root / "mamba", "mamba", tokenizer)
     save_rival(root / "gpt2", "gpt2", tokenizer, n_positions=POSITIONS)
     return root

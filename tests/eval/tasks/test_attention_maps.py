@@ -26,30 +26,26 @@ LENGTH, SEGMENTS = 5, (1, 3)
 
 
 def reference_scores(model, ids_N):
-    """(layer, segment) to [H, T, 2T], each head by itself, in float64 with positions of the whole text."""
-    config, w, found = model.config, weights(model), {}
-    memory = [None] * config.num_hidden_layers
+    """Returns (layer, segment) to [H, T, 2T]: each head by itself, in float64, from what the reference's layers see."""
+    config, found, decoder_layer = model.config, {}, reference.decoder_layer
     groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
-    for segment in range(len(ids_N) // LENGTH):
-        here = torch.arange(segment * LENGTH, (segment + 1) * LENGTH)
-        x_TD = w["model.embed_tokens.weight"][ids_N[here]]
-        for n in range(config.num_hidden_layers):
-            layer = {k.split(f"layers.{n}.", 1)[1]: v for k, v in w.items() if f"layers.{n}." in k}
-            before = here[:0] if memory[n] is None else here - LENGTH
-            positions_K = torch.cat([before, here]).double()
-            context_KD = x_TD if memory[n] is None else torch.cat([memory[n], x_TD])
-            norm = layer["input_layernorm.weight"]
-            query, key = (
-                reference.linear(layer, f"self_attn.{name}", reference.rms_norm(one, norm, config))
-                for name, one in (("q_proj", x_TD), ("k_proj", context_KD))
-            )
-            queries = [reference.rotate(part, positions_K[-LENGTH:], config) for part in query.split(width, 1)]
-            keys = [reference.rotate(part, positions_K, config) for part in key.split(width, 1)]
-            scored = [one @ keys[h // groups].T / math.sqrt(width) for h, one in enumerate(queries)]
-            found[n, segment], ones_K = torch.stack(scored), torch.ones(len(positions_K)).double()
-            y_TD = reference.decoder_layer(layer, config, x_TD, context_KD, positions_K, ones_K)
-            memory[n] = y_TD if config.memory_source == "layer_output" else x_TD
-            x_TD = y_TD
+
+    def noting(layer, config, x_TD, context_KD, positions_K, durations_K):
+        segment, n = divmod(len(found), config.num_hidden_layers)
+        norm = layer["input_layernorm.weight"]
+        query, key = (
+            reference.linear(layer, f"self_attn.{name}", reference.rms_norm(one, norm, config))
+            for name, one in (("q_proj", x_TD), ("k_proj", context_KD))
+        )
+        queries = [reference.rotate(part, positions_K[-LENGTH:], config) for part in query.split(width, 1)]
+        keys = [reference.rotate(part, positions_K, config) for part in key.split(width, 1)]
+        scored = [one @ keys[h // groups].T / math.sqrt(width) for h, one in enumerate(queries)]
+        found[n, segment] = torch.stack(scored)
+        return decoder_layer(layer, config, x_TD, context_KD, positions_K, durations_K)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "decoder_layer", noting)
+        reference.reference_logits(weights(model), config, ids_N)
     return found
 
 

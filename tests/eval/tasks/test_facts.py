@@ -23,7 +23,7 @@ from condense.training.recipe import FactsData
 from condense.training.small_llama import passkey_tokenizer, word_tokenizer
 
 from ...facts_world import answer_to, plain
-from ..measuring import Writer, command, noted, save_folded, stop_within
+from ..measuring import Writer, command, save_folded, stop_within
 
 
 class Says(Writer):
@@ -215,12 +215,12 @@ def test_a_stock_model_keeps_the_whole_text(folder):
     assert short["state_bytes"] < long["state_bytes"] < 2.1 * short["state_bytes"]
 
 
-def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch):
+def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch, noted):
     monkeypatch.setattr(Facts, "draw", lambda *given: None)
     options = {"models": [str(folder / "llama")], "lengths": [90, 120], "num_prompts": 2}
     whole = evaluate("facts", tmp_path, **options)
     stop_within(tmp_path / "facts.records.jsonl", 5)
-    measured = noted(monkeypatch, Facts)
+    measured = noted(Facts, "measure")
     assert evaluate("facts", tmp_path, **options)["cells"] == whole["cells"]
     assert len(measured) == 6  # of ten
 

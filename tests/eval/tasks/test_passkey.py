@@ -19,7 +19,7 @@ from condense.training.data.passkey import PASSKEY_TEXTS, PasskeyTask
 from condense.training.small_llama import passkey_tokenizer, save_small_llama, small_llama
 
 from ...chat_models import chat_tokenizer
-from ..measuring import Writer, command, noted, save_folded, stop_within
+from ..measuring import Writer, command, save_folded, stop_within
 
 
 def key_in(tokenizer, ids):
@@ -69,14 +69,14 @@ def test_cells_of_long_texts_may_have_fewer_prompts(oracle):
 
 
 @pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
-def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, monkeypatch):
+def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, monkeypatch, noted):
     """A longer prompt needs more memory in a stock model, and more calls in a folded one: a batch holds as many."""
     evaluated = load_evaluated(str(small_model(tmp_path, kind)))
-    calls = noted(monkeypatch, evaluated.model, "generate")
+    calls = noted(evaluated.model, "generate")
     monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
     monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 800)
     cells_of(evaluated, [400], (0.0,), num_prompts=8)
-    assert [len(ids) for (ids,), _ in calls] == ([8] if kind is CondenseForCausalLM else [2] * 4)
+    assert [len(call.arguments[0]) for call in calls] == ([8] if kind is CondenseForCausalLM else [2] * 4)
 
 
 class Talker(Writer):
@@ -150,13 +150,13 @@ def test_the_papers_column_stands_beside_keys_of_its_kind():
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_measurement_goes_on(tmp_path, monkeypatch):
+def test_a_stopped_measurement_goes_on(tmp_path, noted):
     model = small_model(tmp_path)
     options = {"models": [str(model)], "lengths": [80, 120], "num_prompts": 2}
     whole = evaluate("passkey", tmp_path / "whole", **options)
     evaluate("passkey", tmp_path / "cut", **options)
     stop_within(tmp_path / "cut" / "passkey.records.jsonl", 5)
-    measured = noted(monkeypatch, Passkey)
+    measured = noted(Passkey, "measure")
     assert evaluate("passkey", tmp_path / "cut", **options)["cells"] == whole["cells"]
     assert len(measured) == 6  # of ten
 
@@ -174,13 +174,13 @@ def test_a_folded_model_answers_as_with_teacher_forcing(tmp_path):
     assert torch.equal(logits[:, -5:-1].argmax(-1), output[:, -4:])
 
 
-def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch):
+def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch, noted):
     evaluated = load_evaluated(str(small_model(tmp_path, seed=2)), dtype="float32")
     whole = cells_of(evaluated, [700], (0.5,), num_prompts=8)
-    calls = noted(monkeypatch, evaluated.model, "generate")
+    calls = noted(evaluated.model, "generate")
     monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
     assert cells_of(evaluated, [700], (0.5,), num_prompts=8) == whole
-    assert calls[-1][1]["prefill_chunk_size"] == 80  # whole segments
+    assert calls[-1].options["prefill_chunk_size"] == 80  # whole segments
 
 
 def test_mistakes_are_named(tmp_path, oracle):

@@ -1,4 +1,4 @@
-"""A model may be added to a measurement: it alone is measured, and stands beside the ones before."""
+"""A model may be added to a measurement: only it is measured, and it stands beside the earlier ones."""
 
 import json
 import shutil

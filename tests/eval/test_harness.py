@@ -1,4 +1,4 @@
-"""The harness gets from a folded model what the model says of each text alone, whatever the batch and the chunks."""
+"""The harness gets from a folded model what the model gives for each single text, whatever the batch and the chunks."""
 
 import json
 import math
@@ -140,7 +140,7 @@ def test_a_document_is_one_text_of_any_length(folders, own, batch_size, monkeypa
 
 @pytest.fixture(scope="module")
 def written(own):
-    """What the model writes after each prompt."""
+    """Returns what the model writes after each prompt."""
     return {prompt: own.greedy(prompt, 12) for prompt in (words(size, 6) for size in (3, 5, 29, 17, 10, 9))}
 
 

@@ -69,7 +69,7 @@ def test_every_kind_of_measurement_marks_them(folders, tmp_path, capsys):
         results = evaluate(kind, tmp_path, **options)
         tables = "\n".join(map(str, find_task(kind).tables(results)))
         assert "past its 100 positions" in tables and "note: llama" in capsys.readouterr().err, kind
-    # A folded model's own curves are within its positions; that of the stock model of its weights is not.
+    # A folded model's own curves are within its positions; the curve of its weights as a stock model is not.
     assert results["kind"] == "attention"
     perplexity = json.loads((tmp_path / "perplexity.json").read_text())
     rows = find_task("perplexity").tables(perplexity)[0].rows

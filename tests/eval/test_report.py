@@ -50,7 +50,7 @@ def test_the_page_stands_alone(folder):
 
 
 def test_each_result_has_its_own_pictures(tmp_path):
-    """`ablation` has one picture, and not those of `ablation_blocks`."""
+    """`ablation` has one picture, without the pictures of `ablation_blocks`."""
     for name in ("ablation", "ablation_blocks"):
         for suffix in (".json", ".png"):
             shutil.copy(RESULTS / "autoregressivity" / f"{name}{suffix}", tmp_path)

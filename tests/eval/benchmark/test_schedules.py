@@ -64,7 +64,7 @@ def model_of(llama, case):
 
 
 class NoMemory:
-    """The tests measure no memory: `ResidentMemory` would limit that of the process of the tests."""
+    """Measures no memory: `ResidentMemory` would limit the memory of the tests' process."""
 
     description = "none"
     now = restart = peak = lambda self: 0

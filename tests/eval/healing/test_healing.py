@@ -22,7 +22,7 @@ SMALL = {"segment_lengths": (4,), "total_length": 17, "batch": 4, "steps": 4, "s
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A Llama whose distributions are far from uniform, so that folding costs something."""
+    """A Llama whose distributions are far from uniform, so folding costs something."""
     folder = tmp_path_factory.mktemp("start")
     model = save_small_llama(folder, width=16)
     with torch.no_grad():

@@ -56,7 +56,7 @@ def test_folded_scores_by_the_equations(memory_source):
     expected = reference_scores(model, ids)
     assert set(found) == {(layer, segment) for layer in range(3) for segment in SEGMENTS}
     for index in found:
-        # Positions are the memory's and the segment's own here, those of the whole text there.
+        # Positions are counted within memory and segment here, and in the whole text there.
         torch.testing.assert_close(scores(*found[index]), expected[index], rtol=1e-5, atol=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_hooks_leave_the_model_as_it_was():
 
 
 def test_masses_by_hand():
-    """Two tokens a segment, six keys: e^score is 1, but 3 where a query meets the first key of the segment before."""
+    """Two tokens a segment, six keys: e^score is 1, except 3 for the first key of the segment before."""
     score_HTK = torch.zeros(1, 2, 6)
     score_HTK[:, :, 2] = math.log(3)
     masses = mass(score_HTK)

@@ -44,7 +44,7 @@ class Says(Writer):
 
 
 class SaysLastPlace(Says):
-    """It says the last place of the text that the question does not name."""
+    """Says the last place of the text that the question does not name."""
 
     def said(self, text):
         facts, question = text.split("Question")
@@ -52,7 +52,7 @@ class SaysLastPlace(Says):
 
 
 class Reads(Says):
-    """It says the right answer."""
+    """Says the right answer."""
 
     def said(self, text):
         return answer_to(text)

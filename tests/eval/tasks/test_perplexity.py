@@ -1,4 +1,4 @@
-"""What text before a segment buys is taken on the same tokens throughout, and is the model's own loss."""
+"""The gain from text before a segment is taken on the same tokens throughout, from the model's own loss."""
 
 import csv
 import json

@@ -173,7 +173,7 @@ def test_capacities_are_drawn_against_the_size_of_the_memory(tmp_path):
     lines = {line.get_label(): line for line in axes.lines if line.get_marker() == "None"}
     mean = lines["200 tokens, layer_output"]
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 1], [1.5, 4])
-    assert math.isnan(lines["200 tokens, layer_input"].get_ydata()[0])  # a bound is no value
+    assert math.isnan(lines["200 tokens, layer_input"].get_ydata()[0])  # a bound is not a value
     assert all(map(math.isnan, lines["300 tokens, layer_output"].get_ydata()))
     points = [(*line.get_xdata(), *line.get_ydata(), line.get_marker(), line.get_color()) for line in axes.lines
               if line.get_marker() != "None" and len(line.get_xdata())]  # fmt: skip
@@ -211,7 +211,7 @@ def test_command_on_folded_and_stock_models(models, tmp_path):
     assert "folded, single: % correct (95 % interval) by segments from the pair" in shown
     assert "stock, single: % correct (95 % interval) by segments from the pair" not in shown
     state = {(line["model"], line["length"]): line["state_bytes"] for line in results["capacities"]}
-    # Of each layer keys and values of memory, segment and next memory; of the stock model those of all tokens.
+    # Each layer has keys and values of memory, segment and next memory; the stock model has those of all tokens.
     assert state["folded", 0] == state["folded", 160] == pytest.approx(2 * 3 * 2 * 40 * 64 * 4, rel=0.01)
     assert state["stock", 160] == 2 * 2 * (160 - 1) * 64 * 4 > state["stock", 0]
     assert "recall" in write_report(tmp_path).read_text()

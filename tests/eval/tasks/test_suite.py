@@ -33,7 +33,7 @@ NODES = "a node and an edge "
 
 @pytest.fixture(scope="module", autouse=True)
 def without_a_network():
-    """RULER's module asks for nltk's sentence splitter, which essays alone need, from a server.
+    """RULER's module asks a server for nltk's sentence splitter, which only essays need.
 
     It also sorts all pairs of an adjective and a noun, for 13 s: there are some words of each here.
     """
@@ -158,7 +158,7 @@ def test_a_model_without_positions_reads_texts_of_any_length(root, measured, tmp
 
 
 def texts(path, name=None, data_files=None, split=None, **more):
-    """What the hub would send: the fields of its data sets, few texts."""
+    """Returns what the hub would send: the fields of its data sets, with few texts."""
     if path == "openai/graphwalks":
         rows = [{"prompt": NODES * (size // 5), "answer_nodes": ["a"]} for size in (300, 700, 600, 5000)]
         return datasets.Dataset.from_list(rows)

@@ -63,7 +63,7 @@ def folded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """Its tokenizer is another one: a token is a letter."""
+    """Its tokenizer is a different one: a token is a letter."""
     return save_model(tmp_path_factory.mktemp("stock"), letter_tokenizer(), seed=2)
 
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests of measurements: commands, folded checkpoints, stopped measurements, models that follow a rule."""
+"""Helpers of measurement tests: commands, folded checkpoints, stopped measurements, models that follow a rule."""
 
 from types import SimpleNamespace
 

@@ -205,8 +205,8 @@ def test_a_picture_says_which_lengths_were_trained(lengths, texts, lines):
 
     axes = Figure().subplots()
     cells = [{"model": "small", "length": length, "depth": 0.0, "accuracy": 1.0} for length in lengths]
-    results = {"cells": cells, "longest_trained": {"small": 80}}
-    Passkey._heat_map(axes, "small", results, lengths, [0.0])
+    results = {"cells": cells, "lengths": lengths, "depths": [0.0], "longest_trained": {"small": 80}}
+    Passkey._heat_map(axes, "small", results, "% correct")
     assert [text.get_text() for text in axes.texts if "trained" in text.get_text()] == texts
     assert len(axes.lines) == lines
 

@@ -129,24 +129,19 @@ def split_name(named: str) -> tuple[str, str]:
     return name, source
 
 
-def load_evaluated(
-    named: str, dtype: str = "auto", attention: str = "auto", device_map: str | None = None
-) -> EvaluatedModel:
-    """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
-
-    `device_map="auto"` divides the weights over all GPUs. Raises `ValueError` if a model is missing, of an unknown kind
-    or damaged, or its tokenizer does not fit.
-    """
-    (found,) = load_models([named], dtype, attention, device_map)
+def load_evaluated(named: str, **options: Any) -> EvaluatedModel:
+    """Loads one model: see `load_models`."""
+    (found,) = load_models([named], **options)
     return found
 
 
 def load_models(
     named: Sequence[str], dtype: str = "auto", attention: str = "auto", device_map: str | None = None
 ) -> list[EvaluatedModel]:
-    """Loads several models like `load_evaluated`, one at a time in memory.
+    """Loads models, `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one: one at a time in memory.
 
-    Raises `ValueError` if two have the same name.
+    `device_map="auto"` divides the weights over all GPUs. Raises `ValueError` if a model is missing, of an unknown kind
+    or damaged, if its tokenizer does not fit, or if two models have the same name.
     """
     check_dtype(dtype)
     check_attention(attention)

@@ -119,7 +119,6 @@ class Overview:
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns a record for each figure."""
         return [
             {"model": name, "measure": measure, **asdict(figure) | {"model": name}}
             for name, found in self.rows().items()

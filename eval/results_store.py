@@ -50,7 +50,6 @@ class ResultsStore:
         self._write()
 
     def _write(self) -> None:
-        """Rewrites the whole file."""
         assert self.path is not None
         records = ({"key": json.loads(name), "record": record} for name, record in self.done.items())
         lines = [{"settings": self.settings}, *records]

@@ -96,7 +96,6 @@ def sample(contender: Contender, memory: PeakMemory) -> Sample | None:
 
 
 def synchronize() -> None:
-    """Waits until the device has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

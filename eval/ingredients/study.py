@@ -29,7 +29,7 @@ from ..continuity.sums import Sums
 from ..intervals import mean_and_interval, written
 from ..options import stored
 from ..results import Table, picture
-from ..results_store import Key, Record
+from ..results_store import Record
 from ..runner import Results
 from ..study.study import Study, select
 from ..study.training import DTYPE, annealed, fingerprint, inputs_folder, make_once, placed, study_recipe
@@ -90,9 +90,6 @@ class Ingredients(Study[Trained]):
         return [
             Trained(ingredient, seed) for seed in range(self.options.seeds) for ingredient in self.options.ingredients
         ]
-
-    def key(self, item: Trained) -> Key:
-        return {"ingredient": item.ingredient, "seed": item.seed}
 
     def measure_trained(self, item: Trained, recipe: Recipe) -> Record:
         model = self.load(item)

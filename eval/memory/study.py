@@ -32,7 +32,7 @@ from condense.training.recipe import Recipe, Source
 from ..intervals import band, shown
 from ..options import stored
 from ..results import Table, picture
-from ..results_store import Key, Record
+from ..results_store import Record
 from ..runner import Results
 from ..study.study import Study, select
 from ..study.training import (
@@ -88,9 +88,6 @@ class Memory(Study[Trained]):
 
     def items(self) -> list[Trained]:
         return [Trained(memory, seed) for seed in range(self.options.seeds) for memory in self.options.compared]
-
-    def key(self, item: Trained) -> Key:
-        return {"memory": item.memory, "seed": item.seed}
 
     def measure(self, item: Trained) -> Record:
         _ = self.held_out  # refuses a text that is too short before training

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from condense.training.recipe import Recipe
 
-from ..results_store import Record
+from ..results_store import Key, Record
 from ..runner import Task
 from .training import check_one_gpu, read_curve, remove_checkpoints, train_alone
 
@@ -15,11 +15,15 @@ Item = TypeVar("Item")
 
 
 class Study(Task[Item]):
-    """A record has the `curve` of a training, its losses by validation, and the trained model's measurements."""
+    """Trains a model for each item. A record has `curve`, the losses by validation, and the model's measurements."""
 
     def __init__(self, options: Any, output: Path):
         check_one_gpu()
         self.options, self.output = options, output
+
+    def key(self, item: Any) -> Key:
+        """Returns the fields of an item, which is a named tuple."""
+        return item._asdict()
 
     @abstractmethod
     def recipe(self, item: Item) -> Recipe: ...
@@ -37,5 +41,5 @@ class Study(Task[Item]):
 
 
 def select(models: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-    """Returns the results with these values."""
+    """Returns the results whose fields have these values."""
     return [model for model in models if all(model[name] == value for name, value in fields.items())]

@@ -122,7 +122,6 @@ class Recall(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """Returns the capacities."""
         return [
             Figure(
                 line["model"],

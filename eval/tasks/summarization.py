@@ -108,7 +108,6 @@ class Summarization(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """Returns the ROUGE over all documents."""
         return [
             Figure(
                 cell["model"],
@@ -200,7 +199,6 @@ def summarize(
 
 
 def prompt_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Returns the tokens of the summary prompt for a text."""
     return chat_ids(tokenizer, prompt_text(text)) if chat else prompt_ids(tokenizer, text)
 
 

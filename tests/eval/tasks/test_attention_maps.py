@@ -20,6 +20,7 @@ from condense.eval.tasks.options import AttentionOptions
 from condense.eval.tasks.windows import read_texts
 from tests.condense.models import random_ids, tiny_model, weights
 
+from ...refusals import assert_refused
 from ..measuring import command
 
 LENGTH, SEGMENTS = 5, (1, 3)
@@ -252,8 +253,7 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
     resumed = run("broken")
     assert calls == ["a", "b", "b"]
     assert (resumed["masses"], resumed["maps"]) == (whole["masses"], whole["maps"])
-    with pytest.raises(ValueError, match=r"segments was \[1\] and is \[2\]"):
-        run("broken", segments=(2,))
+    assert_refused(r"segments was \[1\] and is \[2\]", run, "broken", segments=(2,))
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,7 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
 )
 def test_errors_are_named(folders, tmp_path, changed, words):
     options = {"--model": folders / "folded", "--prompt-file": folders / "texts.jsonl", "--output": tmp_path}
-    with pytest.raises(ValueError, match=words):
-        command("attention", *(part for pair in (options | changed).items() for part in pair))
+    assert_refused(words, command, "attention", *(part for pair in (options | changed).items() for part in pair))
 
 
 def test_models_of_another_kind_are_refused():

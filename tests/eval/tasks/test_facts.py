@@ -23,6 +23,7 @@ from condense.training.recipe import FactsData
 from condense.training.small_llama import passkey_tokenizer, word_tokenizer
 
 from ...facts_world import answer_to, plain
+from ...refusals import assert_refused
 from ..measuring import Writer, command, save_folded, stop_within
 
 
@@ -204,8 +205,7 @@ def test_command_on_a_folded_model(folder, tmp_path):
     assert "exactly its tokens" in write_report(tmp_path / "out").read_text()
     # Another text in the same files is another measurement.
     (tmp_path / "text.txt").write_text("A cat ran by.")
-    with pytest.raises(ValueError, match="comes from another measurement: text was"):
-        command("eval", "facts", *arguments)
+    assert_refused("comes from another measurement: text was", command, "eval", "facts", *arguments)
 
 
 def test_a_stock_model_keeps_the_whole_text(folder):
@@ -228,18 +228,14 @@ def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch, noted):
 def test_mistakes_are_named(tokenizer, tmp_path):
     model = Says(tokenizer, "cellar")
     evaluated = EvaluatedModel("says", "", model, tokenizer)
-    with pytest.raises(ValueError, match="6 facts .* and 50 are allowed"):
-        cells_of(evaluated, lengths=[200, 50])
-    with pytest.raises(ValueError, match="did you mean 'two_facts'"):
-        FactsOptions(models=[], kinds=("tow_facts",))
-    with pytest.raises(ValueError, match="facts=1, and the kind 'three_facts' needs 3"):
-        FactsOptions(models=[], num_facts=1, kinds=("three_facts",))
-    with pytest.raises(ValueError, match="names 100 twice"):
-        FactsOptions(models=[], lengths=(100, 100))
-    with pytest.raises(ValueError, match="names no file"):
-        cells_of(evaluated, lengths=[200], data=[str(tmp_path / "*.txt")])
-    with pytest.raises(ValueError, match="does not know"):
-        cells_of(EvaluatedModel("says", "", model, passkey_tokenizer()), lengths=[200])
+    assert_refused("6 facts .* and 50 are allowed", cells_of, evaluated, lengths=[200, 50])
+    assert_refused("did you mean 'two_facts'", FactsOptions, models=[], kinds=("tow_facts",))
+    wrong = {"num_facts": 1, "kinds": ("three_facts",)}
+    assert_refused("facts=1, and the kind 'three_facts' needs 3", FactsOptions, models=[], **wrong)
+    assert_refused("names 100 twice", FactsOptions, models=[], lengths=(100, 100))
+    assert_refused("names no file", cells_of, evaluated, lengths=[200], data=[str(tmp_path / "*.txt")])
+    stranger = EvaluatedModel("says", "", model, passkey_tokenizer())
+    assert_refused("does not know", cells_of, stranger, lengths=[200])
     assert model.texts == []  # before anything runs
 
 

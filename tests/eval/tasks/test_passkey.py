@@ -19,6 +19,7 @@ from condense.training.data.passkey import PASSKEY_TEXTS, PasskeyTask
 from condense.training.small_llama import passkey_tokenizer, save_small_llama, small_llama
 
 from ...chat_models import chat_tokenizer
+from ...refusals import assert_refused
 from ..measuring import Writer, command, save_folded, stop_within
 
 
@@ -184,16 +185,12 @@ def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch, noted)
 
 
 def test_mistakes_are_named(tmp_path, oracle):
-    with pytest.raises(ValueError, match="needs 70 tokens"):
-        cells_of(oracle, [200, 50], (0.0,), num_prompts=1)
+    assert_refused("needs 70 tokens", cells_of, oracle, [200, 50], (0.0,), num_prompts=1)
     assert not oracle.model.asked  # before anything runs
-    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
-        evaluate("passkey", tmp_path, models=["nowhere"], lengths=[80])
-    with pytest.raises(ValueError, match="two models are called"):
-        evaluate("passkey", tmp_path, models=["a/x", "b/x"], lengths=[80])
+    assert_refused("there is no folder 'nowhere'", evaluate, "passkey", tmp_path, models=["nowhere"], lengths=[80])
+    assert_refused("two models are called", evaluate, "passkey", tmp_path, models=["a/x", "b/x"], lengths=[80])
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
-    with pytest.raises(ValueError, match="holds no model.safetensors"):
-        evaluate("passkey", tmp_path, models=[str(tmp_path)], lengths=[80])
+    assert_refused("holds no model.safetensors", evaluate, "passkey", tmp_path, models=[str(tmp_path)], lengths=[80])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from condense.eval.tasks.options import CURVES, PerplexityOptions
 from condense.eval.tasks.perplexity import Perplexity, curve_models
 from tests.condense.models import random_ids, tiny_model
 
+from ...refusals import assert_refused
 from ..measuring import command
 
 SEGMENTS, LENGTH = 4, 5
@@ -215,8 +216,7 @@ def test_a_resumed_run_equals_an_unbroken_one(folders, tmp_path, monkeypatch):
     resumed = run("broken")
     assert len(calls) == 3 * 6  # 3 curves, 24 windows in fours: none was measured twice
     assert resumed["curves"] == whole["curves"]
-    with pytest.raises(ValueError, match="num_segments was 3 and is 4"):
-        run("broken", num_segments=4)
+    assert_refused("num_segments was 3 and is 4", run, "broken", num_segments=4)
 
 
 def test_records_hold_what_the_numbers_are_made_of(measured, tmp_path):
@@ -247,8 +247,7 @@ def test_errors_are_named(folders, tmp_path, changed, words):
     named = {"EMPTY": tmp_path / "empty.txt", "NONE": tmp_path / "none.jsonl", "LLAMA": folders / "llama"}
     options = {"--model": str(folders / "folded"), "--data": str(folders / "text.txt"), "--segments": "3"}
     options |= {name: str(named.get(value, value)) for name, value in changed.items()} | {"--output": tmp_path / "out"}
-    with pytest.raises(ValueError, match=words):
-        command("eval", "perplexity", *(part for pair in options.items() for part in pair))
+    assert_refused(words, command, "eval", "perplexity", *(part for pair in options.items() for part in pair))
 
 
 def test_on_a_real_model(stories, novel):

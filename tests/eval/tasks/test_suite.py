@@ -23,6 +23,7 @@ from condense.eval.tasks.suite import Suite
 from condense.training.small_llama import small_llama, word_tokenizer
 
 from ...pictures import is_drawn
+from ...refusals import assert_refused
 from ..measuring import command, save_folded
 from ..rivals import save_rival
 
@@ -190,16 +191,14 @@ def test_names_of_benchmarks_and_tasks():
     every = tasks_of(["ruler", "babilong", "longbench2", "infinitebench", "graphwalks"])
     counts = {name: list(every.values()).count(name) for name in dict.fromkeys(every.values())}
     assert counts == {"ruler": 13, "babilong": 5, "longbench2": 20, "infinitebench": 11, "graphwalks": 2}
-    with pytest.raises(ValueError, match="no benchmark or task 'glue': choose from ruler, babilong"):
-        tasks_of(["ruler", "glue"])
+    assert_refused("no benchmark or task 'glue': choose from ruler, babilong", tasks_of, ["ruler", "glue"])
 
 
 def test_a_generator_that_would_not_end_is_refused(root):
     characters = AutoTokenizer.from_pretrained(root / "folded")
     characters.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words = "ruler_vt cannot be made for the tokenizer of here, which has 89 tokens for 19 w"
-    with pytest.raises(ValueError, match=words):
-        load_task("ruler", "ruler_vt", LENGTH, "here", characters, 0, root / "samples")
+    assert_refused(words, load_task, "ruler", "ruler_vt", LENGTH, "here", characters, 0, root / "samples")
 
 
 def test_texts_that_cannot_be_had(root):

@@ -30,6 +30,7 @@ from condense.training.small_llama import small_llama, word_tokenizer
 from ...chat_models import save_chat_model
 from ...conftest import SHARED
 from ...pictures import is_drawn
+from ...refusals import assert_refused
 from ..measuring import command as run_command
 from ..measuring import save_folded
 from .documents import TEXT, made_documents, write_lines
@@ -199,13 +200,11 @@ def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, no
 def test_other_documents_or_settings_are_another_measurement(folded, data, tmp_path):
     arguments = ["--model", folded, "--data", data, "--output", tmp_path / "out"]
     command(*arguments, "--documents", "3")
-    with pytest.raises(ValueError, match=r"temperature was 0.3 and is 0.5"):
-        command(*arguments, "--documents", "3", "--temperature", "0.5")
+    assert_refused(r"temperature was 0.3 and is 0.5", command, *arguments, "--documents", "3", "--temperature", "0.5")
     lines = made_documents(11)
     lines[1]["target"][0] = "a cat"
     write_lines(data, lines)
-    with pytest.raises(ValueError, match=r"another measurement: fingerprint was"):
-        command(*arguments, "--documents", "3")
+    assert_refused(r"another measurement: fingerprint was", command, *arguments, "--documents", "3")
 
 
 @pytest.mark.parametrize("kind", ["folded", "stock"])
@@ -297,8 +296,7 @@ def test_chats_that_cannot_be_are_refused_before_a_model_is_loaded(folded, chat,
 def test_a_model_without_an_end_is_refused(stock):
     evaluated = load_evaluated(str(stock))
     evaluated.model.generation_config.eos_token_id = evaluated.tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"no end-of-text token"):
-        summarization.summarize(evaluated, ["a cat"], GREEDY)
+    assert_refused(r"no end-of-text token", summarization.summarize, evaluated, ["a cat"], GREEDY)
 
 
 def test_what_a_caller_may_get_wrong(folded, data, tmp_path):

@@ -147,7 +147,7 @@ def load_models(
     check_attention(attention)
     names = [split_name(item)[0] for item in named]
     if len(set(names)) < len(names):
-        raise ValueError(f"two models are called {names}: give each of them another name with --model NAME=FOLDER.")
+        raise ValueError(f"two models are called {names}: give each a different name with --model NAME=FOLDER.")
     for item in named:  # before the first one is loaded
         check_source(split_name(item)[1])
 

@@ -179,7 +179,7 @@ def _harness(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[
             if missing := run.not_finite():
                 overview.left_out[f"{result}: {'; '.join(missing)}"] = "not a finite number"
             if run.grouped:
-                overview.left_out[f"{result}: {', '.join(sorted(run.grouped))}"] = "stand for themselves in the section"
+                overview.left_out[f"{result}: {', '.join(sorted(run.grouped))}"] = "are shown only in the section"
         except Exception as error:
             skipped[result] = _why(error)
     return [Section("lm-evaluation-harness", ABOUT["harness"], tables, [], {})] if tables else []

@@ -83,7 +83,7 @@ def read_models(options: ProfileOptions) -> list[ProfiledModel]:
     found += [_from_checkpoint(*split_name(named)) for named in options.models]
     names = [model.name for model in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two models are called {twice[0]!r}: give each of them another name with NAME=FOLDER.")
+        raise ValueError(f"two models are called {twice[0]!r}: give each a different name with NAME=FOLDER.")
     return found
 
 

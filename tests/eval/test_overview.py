@@ -118,7 +118,7 @@ def test_what_is_not_in_it_is_named(measured):
     left_out = table((folder / "report.html").read_text(), "not in the overview")
     assert {name: row["why"] for name, row in left_out.items()} == {
         "ablation.json": "has no figure by model",
-        "lm_eval/results_2026-01-01T00-00-00.json: one_of_it": "stand for themselves in the section",
+        "lm_eval/results_2026-01-01T00-00-00.json: one_of_it": "are shown only in the section",
         "lm_eval/results_2026-01-02T00-00-00.json": "not a result of lm-evaluation-harness",
         "broken/passkey.json": "KeyError: &#39;lengths&#39;",
     }

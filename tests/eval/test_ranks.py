@@ -182,7 +182,7 @@ def test_mistakes_are_named(monkeypatch):
     assert_refused("--ranks 2: this machine has 1 GPUs", check_ranks, 2, None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert_refused("a launcher has started 4 processes: leave --ranks 2 out", check_ranks, 2, None)
-    assert_refused("condense profile is one process", check_alone, "profile")
+    assert_refused("condense profile runs in one process", check_alone, "profile")
 
 
 def test_two_processes_of_one_machine(models, alone, tmp_path):

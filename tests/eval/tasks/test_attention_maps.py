@@ -230,32 +230,6 @@ def test_the_papers_layers_are_the_default():
     assert [one["layer"] for one in found["maps"]] == [0, 7, 15]
 
 
-def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(AttentionMaps, "draw", lambda *_: None)  # takes longer than the rest
-    models, text = [f"a={folders / 'folded'}", f"b={folders / 'llama'}"], str(folders / "texts.jsonl")
-
-    def run(name, segments=(1,)):
-        options = {"models": models, "text": text, "segments": segments, "segment_length": 8}
-        return evaluate("attention", tmp_path / name, **options)
-
-    whole = run("whole")
-    real, calls = AttentionMaps.measure, []
-
-    def broken(self, evaluated):
-        calls.append(evaluated.name)
-        if calls == ["a", "b"]:
-            raise KeyboardInterrupt
-        return real(self, evaluated)
-
-    monkeypatch.setattr(AttentionMaps, "measure", broken)
-    with pytest.raises(KeyboardInterrupt):
-        run("broken")
-    resumed = run("broken")
-    assert calls == ["a", "b", "b"]
-    assert (resumed["masses"], resumed["maps"]) == (whole["masses"], whole["maps"])
-    assert_refused(r"segments was \[1\] and is \[2\]", run, "broken", segments=(2,))
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -24,7 +24,7 @@ from condense.training.small_llama import passkey_tokenizer, word_tokenizer
 
 from ...facts_world import answer_to, plain
 from ...refusals import assert_refused
-from ..measuring import Writer, command, save_folded, stop_within
+from ..measuring import Writer, command, save_folded
 
 
 class Says(Writer):
@@ -213,16 +213,6 @@ def test_a_stock_model_keeps_the_whole_text(folder):
     short, long = cells_of(evaluated, lengths=[80, 160], num_prompts=4, kinds=("two_arguments",))
     assert (short["total"], long["total"]) == (4, 4)
     assert short["state_bytes"] < long["state_bytes"] < 2.1 * short["state_bytes"]
-
-
-def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch, noted):
-    monkeypatch.setattr(Facts, "draw", lambda *given: None)
-    options = {"models": [str(folder / "llama")], "lengths": [90, 120], "num_prompts": 2}
-    whole = evaluate("facts", tmp_path, **options)
-    stop_within(tmp_path / "facts.records.jsonl", 5)
-    measured = noted(Facts, "measure")
-    assert evaluate("facts", tmp_path, **options)["cells"] == whole["cells"]
-    assert len(measured) == 6  # of ten
 
 
 def test_mistakes_are_named(tokenizer, tmp_path):

@@ -20,7 +20,7 @@ from condense.training.small_llama import passkey_tokenizer, save_small_llama, s
 
 from ...chat_models import chat_tokenizer
 from ...refusals import assert_refused
-from ..measuring import Writer, command, save_folded, stop_within
+from ..measuring import Writer, command, save_folded
 
 
 def key_in(tokenizer, ids):
@@ -148,18 +148,6 @@ def test_the_papers_column_stands_beside_keys_of_its_kind():
     assert table.columns[-1] == "paper: % correct" and [row[-1] for row in table.rows] == ["100", "", "below 100"]
     for other in ({"num_keys": 2}, {"num_digits": 6}, {"lengths": [5000]}):
         assert "paper: % correct" not in Passkey.tables(results | other)[0].columns
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_measurement_goes_on(tmp_path, noted):
-    model = small_model(tmp_path)
-    options = {"models": [str(model)], "lengths": [80, 120], "num_prompts": 2}
-    whole = evaluate("passkey", tmp_path / "whole", **options)
-    evaluate("passkey", tmp_path / "cut", **options)
-    stop_within(tmp_path / "cut" / "passkey.records.jsonl", 5)
-    measured = noted(Passkey, "measure")
-    assert evaluate("passkey", tmp_path / "cut", **options)["cells"] == whole["cells"]
-    assert len(measured) == 6  # of ten
 
 
 def test_a_folded_model_answers_as_with_teacher_forcing(tmp_path):

@@ -12,7 +12,7 @@ from condense import CondenseForCausalLM, to_stock
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.results_store import ResultsStore
 from condense.eval.runner import measure
-from condense.eval.tasks import evaluate, windows
+from condense.eval.tasks import windows
 from condense.eval.tasks.options import CURVES, PerplexityOptions
 from condense.eval.tasks.perplexity import Perplexity, curve_models
 from tests.condense.models import random_ids, tiny_model
@@ -189,34 +189,6 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     (table,) = Perplexity.tables(results)
     assert str(table) in shown and len(table.rows) == 1 + 3 * 2 + 1 + 2
     assert f"{of['folded', 'layer_input']['points'][2]['gained']:+.4f}" in shown
-
-
-def test_a_resumed_run_equals_an_unbroken_one(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(Perplexity, "draw", lambda *_: None)  # takes longer than the rest
-    options = {"models": [str(folders / "folded")], "data": [str(folders / "text.txt")], "num_segments": 3}
-    options |= {"batch_size": 4, "max_tokens": 200}
-
-    def run(name, **changed):
-        return evaluate("perplexity", tmp_path / name, **options | changed)
-
-    whole = run("whole")
-    calls, stop = [], 9
-    real = windows.segment_losses
-
-    def counted(*args):
-        if len(calls) == stop:
-            raise KeyboardInterrupt
-        calls.append(args)
-        return real(*args)
-
-    monkeypatch.setattr(windows, "segment_losses", counted)
-    with pytest.raises(KeyboardInterrupt):
-        run("broken")
-    stop = None
-    resumed = run("broken")
-    assert len(calls) == 3 * 6  # 3 curves, 24 windows in fours: none was measured twice
-    assert resumed["curves"] == whole["curves"]
-    assert_refused("num_segments was 3 and is 4", run, "broken", num_segments=4)
 
 
 def test_records_hold_what_the_numbers_are_made_of(measured, tmp_path):

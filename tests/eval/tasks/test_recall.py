@@ -19,7 +19,7 @@ from condense.eval.tasks.recall import Recall, _draw_capacities, capacity
 from condense.training.data.recall import RECALL_TEXTS
 from condense.training.small_llama import save_small_llama, word_tokenizer
 
-from ..measuring import Writer, command, save_folded, stop_within
+from ..measuring import Writer, command, save_folded
 
 TOKENIZER = word_tokenizer(RECALL_TEXTS)
 LAST, ALL = slice(-1, None), slice(None)
@@ -217,16 +217,13 @@ def test_command_on_folded_and_stock_models(models, tmp_path):
     assert "recall" in write_report(tmp_path).read_text()
 
 
-def test_a_stopped_measurement_goes_on_and_takes_more(models, tmp_path, monkeypatch, noted):
+def test_a_measurement_takes_more_forms(models, tmp_path, monkeypatch, noted):
     monkeypatch.setattr(Recall, "draw", lambda *given: None)
     options = {"models": models[:1], "lengths": [80, 120], "pairs": [1, 3], "num_prompts": 2}
-    whole = evaluate("recall", tmp_path / "whole", **options)
-    evaluate("recall", tmp_path / "cut", **options)
-    stop_within(tmp_path / "cut" / "recall.records.jsonl", 3)
+    before = evaluate("recall", tmp_path, **options)
     done = noted(Recall, "measure")
-    assert evaluate("recall", tmp_path / "cut", **options)["cells"] == whole["cells"] and len(done) == 2
-    more = evaluate("recall", tmp_path / "cut", **options | {"forms": ["single", "overwritten"]})
-    assert more["cells"][:4] == whole["cells"] and len(done) == 6
+    more = evaluate("recall", tmp_path, **options | {"forms": ["single", "overwritten"]})
+    assert more["cells"][:4] == before["cells"] and len(done) == 4
 
 
 def test_cells_do_not_depend_on_the_batches(monkeypatch):

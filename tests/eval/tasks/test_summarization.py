@@ -172,31 +172,6 @@ def test_the_papers_rows_stand_beside_what_is_measured_alike():
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, noted):
-    arguments = ["--model", f"ours={folded}", "--model", f"stock={stock}", "--data", data, "--documents", 5]
-    command(*arguments, "--output", tmp_path / "whole")
-    whole = (tmp_path / "whole" / "summarization.records.jsonl").read_text()
-    lines = whole.splitlines(keepends=True)
-    assert len(lines) == 1 + 2 * 2  # settings, then 5 documents by threes for two models
-    calls = noted(evaluation, "generate")
-    for name, kept, missing in (
-        ("between lines", "".join(lines[:2]), [2, 3, 2]),
-        ("within a line", "".join(lines[:3]) + lines[3][:200], [3, 2]),
-        ("within the settings", lines[0][:40], [3, 2, 3, 2]),
-        ("complete", whole, []),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "summarization.records.jsonl").write_text(kept)
-        calls.clear()
-        command(*arguments, "--output", folder)
-        assert [len(call.arguments[1]) for call in calls] == missing
-        assert (folder / "summarization.records.jsonl").read_text() == whole
-        written = [json.loads((path / "summarization.json").read_text()) for path in (folder, tmp_path / "whole")]
-        assert written[0]["documents"] == written[1]["documents"] and written[0]["cells"] == written[1]["cells"]
-
-
-@pytest.mark.usefixtures("without_pictures")
 def test_other_documents_or_settings_are_another_measurement(folded, data, tmp_path):
     arguments = ["--model", folded, "--data", data, "--output", tmp_path / "out"]
     command(*arguments, "--documents", "3")

@@ -235,6 +235,6 @@ def test_a_killed_process_ends_the_others_and_is_named():
 @pytest.mark.slow
 def test_a_refusal_is_printed_once(models, alone, tmp_path):
     (tmp_path / "passkey.records.jsonl").write_bytes((alone / "passkey.records.jsonl").read_bytes())
-    done = front_door(["-m"], "--model", models[0], "--ranks", "2", "--output", str(tmp_path))
+    done = front_door(["-m"], "--model", models[0], "--digits", "5", "--ranks", "2", "--output", str(tmp_path))
     assert done.returncode == 1 and done.stderr.count("comes from another measurement") == 1
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1

@@ -44,7 +44,7 @@ def rival_tokenizer():
 
 
 def rival(name, tokenizer, **changed):
-    """Weights are larger than random ones usually are, so the text before a token matters to it."""
+    """Makes a model whose weights are larger than usual, so the text before a token matters to it."""
     torch.manual_seed(0)
     special = {field: getattr(tokenizer, field) for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = AutoConfig.for_model(name, vocab_size=len(tokenizer), **special, **RIVALS[name] | changed)

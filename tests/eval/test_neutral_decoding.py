@@ -48,7 +48,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 @pytest.fixture(scope="module", params=["llama", "folded", "mamba"])
 def pair(request, tmp_path_factory):
-    """Two checkpoints of the same weights: one asks for nothing, the other for everything."""
+    """Writes two checkpoints of the same weights: one asks for nothing, the other for everything."""
     root, tokenizer = tmp_path_factory.mktemp(request.param), rival_tokenizer()
     for name in ("plain", "hostile"):
         folder = root / name / "model"  # of one name, so results are equal word for word
@@ -64,7 +64,7 @@ def pair(request, tmp_path_factory):
 
 
 def both(pair, tmp_path, kind, **options):
-    """The records of both."""
+    """Returns the records of both."""
     found = []
     for name in ("plain", "hostile"):
         evaluate(kind, tmp_path / name, models=[str(pair / name / "model")], **options)

@@ -49,7 +49,7 @@ class Example(Options):
 
 
 def given_to(arguments, options=Example):
-    """The options that a command line gives, and what it prints."""
+    """Returns the options that a command line gives, and what it prints."""
     found = []
     app = typer.Typer()
     app.command()(cli.command(options, lambda given, output: found.append((given, output)), "example"))

@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(models, tmp_path_factory):
-    """The folder that one process writes."""
+    """Returns the folder that one process writes."""
     folder = tmp_path_factory.mktemp("alone")
     evaluate("passkey", folder, models=models, **PASSKEY)
     return folder

@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Results as the commands write them, made by hand."""
+    """Writes results as the commands do, by hand."""
     folder = tmp_path_factory.mktemp("results")
     cells = [
         {"model": "a <b>", "length": length, "depth": depth, "correct": 3, "total": 4, "accuracy": 0.75, "low": 0.3,

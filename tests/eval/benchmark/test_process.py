@@ -70,7 +70,7 @@ def test_a_killed_and_a_failing_call_are_told_apart(server):
 
 @pytest.fixture(scope="module")
 def replaced(server, tmp_path_factory):
-    """The processes of a server before and after it is killed, and the folder that the caller is in by then."""
+    """Returns a server's processes before and after it is killed, and the folder that the caller is in by then."""
     folder, before = tmp_path_factory.mktemp("elsewhere"), server.call("ordinary")["parent"]
     os.kill(before, signal.SIGKILL)
     with pytest.raises(ProcessKilledError):
@@ -94,7 +94,7 @@ def test_calls_run_in_the_folder_of_the_caller(server, replaced):
 
 @pytest.fixture(scope="module")
 def asking():
-    """A fresh process that prints its memory, then the process of a server of its own, and waits for a call of it."""
+    """Starts a process that prints its memory, then the process of its own server, and waits for a call of it."""
     code = """if True:
         import torch
         from tests.eval.benchmark.test_process import ForkServer, behave, resident

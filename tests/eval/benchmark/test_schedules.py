@@ -36,7 +36,7 @@ def measured(llama, one_server, tmp_path_factory):
 
 
 def spied(monkeypatch, functions) -> list[str]:
-    """The names of those that are called, as they are."""
+    """Returns the names of the functions that are called, as they are called."""
     seen: list[str] = []
     for name, run in dict(functions).items():
         monkeypatch.setitem(functions, name, lambda *args, name=name, run=run: seen.append(name) or run(*args))

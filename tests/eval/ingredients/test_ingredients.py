@@ -35,7 +35,7 @@ def compared(tmp_path_factory):
 
 
 def flattened(value, name=""):
-    """The values of nested dictionaries and lists by their path."""
+    """Returns the values of nested dictionaries and lists by their path."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if parts is None:
         yield name, value

@@ -37,7 +37,7 @@ def compared(tmp_path_factory):
 
 @pytest.fixture
 def changed(compared):
-    """The options above, of which some are changed."""
+    """Returns the options above, of which some are changed."""
     return lambda **fields: MemoryOptions(**vars(compared[0].options) | fields)
 
 

@@ -28,7 +28,7 @@ def text(num_tokens, seed=0):
 
 
 def naive(model, texts, num_segments, length):
-    """[J, S, l] by one whole forward pass for each segment and number of segments before, without a cache."""
+    """Returns losses [J, S, l], each by a whole forward pass over the segment and those before it, without a cache."""
     found = []
     for ids in texts:
         for j in range(num_segments - 1, (len(ids) - 1) // length):
@@ -49,7 +49,7 @@ def curves_of(evaluated, texts, store=None, **options):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Texts of 33, 12 and 27 tokens: 6, 2 (too short) and 5 segments; a batch ends amid the texts."""
+    """Measures texts of 33, 12 and 27 tokens: 6, 2 (too short) and 5 segments; a batch ends amid the texts."""
     model = tiny_model(segment_length=LENGTH)
     texts = [text(33, 1), text(12, 2), text(27, 3)]
     curves = curves_of(EvaluatedModel("tiny", "", model, None), texts, num_segments=SEGMENTS, batch_size=4)

@@ -189,7 +189,7 @@ def test_capacities_are_drawn_against_the_size_of_the_memory(tmp_path):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folded and a stock model with the same weights: `--model` of both."""
+    """Returns `--model` of a folded and a stock model with the same weights."""
     folder = tmp_path_factory.mktemp("models")
     save_small_llama(folder / "stock", task="recall")
     save_folded(folder / "stock", folder / "folded", 40)

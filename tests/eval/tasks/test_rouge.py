@@ -10,7 +10,7 @@ from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
 
 
 def naive_rouge(reference, prediction):
-    """By counting: n-grams, and all subsequences of the shorter text. Words of at most three letters have no stem."""
+    """Counts n-grams, and all subsequences of the shorter text. Words of at most three letters have no stem."""
     reference, prediction = reference.split(), prediction.split()
 
     def f1(shared, total_reference, total_prediction):

@@ -64,7 +64,7 @@ def folded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """Its tokenizer is a different one: a token is a letter."""
+    """Writes a model with a different tokenizer, whose tokens are letters."""
     return save_model(tmp_path_factory.mktemp("stock"), letter_tokenizer(), seed=2)
 
 
@@ -79,7 +79,7 @@ def command(*arguments):
 
 
 def written_by(model, ids, ends, temperature=0.0):
-    """The tokens up to one of the ends, the whole text read again for each: the likeliest, or sampled ones."""
+    """Returns the tokens up to one of the ends, likeliest or sampled; the whole text is read again for each."""
     written = []
     while len(written) < NEW:
         with torch.no_grad():

@@ -24,8 +24,7 @@ def writable(folder: Path) -> Path:
 
 
 Output = Annotated[
-    Path,
-    typer.Option(help="Folder for the results. A measurement that was stopped resumes there.", callback=writable),
+    Path, typer.Option(help="Folder for the results. A measurement that was stopped resumes there.", callback=writable)
 ]
 Attention = Annotated[str, typer.Option(help=ATTENTION_HELP)]
 SCORING = ("evaluate", "rouge-score", "sentencex")  # the last two score summaries; other programs use the first

@@ -7,15 +7,13 @@ two calls of several tokens. Some mix up the rows of a batch, so rows are batche
 Axes: B rows, N tokens of a text, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-
-from condense.cache import FoldedCache
 
 FACTS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the fields of a GenerationConfig that describe the model
 TRIAL_TOKENS, PADDING, NEW = 24, 5, 3
@@ -96,36 +94,6 @@ def max_positions(config: Any) -> int | None:
         return None
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(text, "max_position_embeddings", None)
-
-
-def state_bytes(cache: Any) -> int:
-    """Returns the bytes of the state that a model has after a text.
-
-    Counts all tensors of a cache, however it is built, except single numbers, which count tokens.
-    """
-    if isinstance(cache, FoldedCache):
-        return cache.num_bytes
-    found: dict[int, torch.Tensor] = {}
-    _collect(cache, found, set())
-    return sum(tensor.nbytes for tensor in found.values())
-
-
-def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None:
-    """Adds the tensors within a value, keyed by identity."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            found[id(value)] = value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found, seen)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            _collect(item, found, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        _collect(vars(value), found, seen)
 
 
 def held_by_modules(model: Any) -> dict[tuple[str, str], torch.Tensor]:

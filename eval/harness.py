@@ -144,7 +144,7 @@ class CondenseLM(StockLM):
         by_context = defaultdict[tuple[int, ...], list[int]](list)
         for index, (_, context, continuation) in enumerate(requests):
             by_context[self._within_max_length(context, continuation)].append(index)
-        contexts = sorted(by_context, key=len, reverse=True)  # so that rows of a batch need little padding
+        contexts = sorted(by_context, key=len, reverse=True)  # so rows of a batch need little padding
         batch_size = self.batch_size if self.batch_size != "auto" else override_bs or self._detect_batch_size()
 
         answers = dict[int, tuple[float, bool]]()
@@ -181,7 +181,7 @@ class CondenseLM(StockLM):
         return tuple(context[-room:])
 
     def _prefill(self, contexts: Sequence[Tokens], bar: ProgressBar) -> FoldedCache:
-        """Yields the state before the last token of each context."""
+        """Returns the state before the last token of each context."""
         state = FoldedCache(self.model.config).start(len(contexts))
         ids_BN, is_real_BN = _padded([context[:-1] for context in contexts], 0)
         num_columns = columns_per_call(self.model, TOKENS_PER_CALL, len(contexts))
@@ -230,7 +230,7 @@ class CondenseLM(StockLM):
 
 
 def _padded(rows: Sequence[Tokens], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows on the right with `fill` to [B, N], so that segments line up; also returns the mask of real tokens."""
+    """Pads rows on the right with `fill` to [B, N], so segments line up; also returns the mask of real tokens."""
     ids_BN = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, fill)
     return ids_BN, torch.arange(ids_BN.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 

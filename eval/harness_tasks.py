@@ -35,8 +35,8 @@ class Benchmark:
     """A group of tasks of the harness.
 
     `metric` is the one in tables, or None if the metric is named after the length. `source` says where the texts come
-    from. `lengths` are the lengths at which texts are generated: None if texts have lengths of their own, empty for any
-    length from `shortest`.
+    from. `lengths` are the lengths at which texts are generated. It is None for texts that exist, with their own
+    lengths, and empty for any length from `shortest`.
     """
 
     group: str
@@ -79,8 +79,8 @@ class Request(NamedTuple):
 def _manager(**metadata: Hashable) -> TaskManager:
     """Returns the harness's index of tasks, cached because it reads hundreds of files."""
     folder = Path(lm_eval.tasks.__file__).parent
-    names = ("ruler", "babilong", "longbench2", "infinitebench", "graphwalks")  # their folders: the others take seconds
-    return TaskManager(include_path=[folder / name for name in names], include_defaults=False, metadata=metadata)
+    folders = [folder / name for name in BENCHMARKS]  # the others take seconds
+    return TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
 
 
 def tasks_of(names: Sequence[str]) -> dict[str, str]:
@@ -174,7 +174,7 @@ def longest_sample(task: Any) -> int:
 
 
 def requests_of(task: Any, tokenizer: Any, documents: Sequence[int], default_answer: int) -> list[Request]:
-    """Yields these documents' requests, in tokens; `default_answer` is for tasks that don't limit the answer."""
+    """Returns these documents' requests, in tokens; `default_answer` is for tasks that don't limit the answer."""
     task.build_all_requests(samples=list(documents), rank=0, world_size=1)
     sizes, found = dict[str, int](), []
     for instance in task.instances:

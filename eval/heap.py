@@ -9,7 +9,7 @@ M_MMAP_MAX = -4
 
 
 def reuse_freed_memory() -> None:
-    """Makes this process keep the memory that it frees, so that it stays as large as at its peak.
+    """Makes this process keep the memory that it frees, so it stays as large as at its peak.
 
     By default, glibc maps each large block separately and unmaps it when freed, so the kernel clears every page again.
     With logits of 100 MB that is a large part of a training step. Other C libraries are not changed.

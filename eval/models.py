@@ -12,17 +12,18 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
-from condense import laboratories
+from condense import FoldedCache, laboratories
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
 
-from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts, state_bytes
+from .decode_state import state_bytes
+from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts
 
 laboratories.register_models()
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
-PREFILL_TOKENS = 8192  # columns of a prompt in one call, so that memory beside the state does not grow with the prompt
+PREFILL_TOKENS = 8192  # columns of a prompt in one call, so memory beside the state does not grow with the prompt
 
 
 class EvaluatedModel:
@@ -38,7 +39,7 @@ class EvaluatedModel:
 
     @property
     def segment_length(self) -> int | None:
-        """None for a stock model."""
+        """Returns the tokens of a segment; None for a stock model."""
         return getattr(self.config, "segment_length", None)
 
     def describe(self) -> dict[str, Any]:
@@ -128,30 +129,25 @@ def split_name(named: str) -> tuple[str, str]:
     return name, source
 
 
-def load_evaluated(
-    named: str, dtype: str = "auto", attention: str = "auto", device_map: str | None = None
-) -> EvaluatedModel:
-    """Loads `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one.
-
-    `device_map="auto"` divides the weights over all GPUs. Raises `ValueError` if a model is missing, of an unknown kind
-    or damaged, or its tokenizer does not fit.
-    """
-    (found,) = load_models([named], dtype, attention, device_map)
+def load_evaluated(named: str, **options: Any) -> EvaluatedModel:
+    """Loads one model: see `load_models`."""
+    (found,) = load_models([named], **options)
     return found
 
 
 def load_models(
     named: Sequence[str], dtype: str = "auto", attention: str = "auto", device_map: str | None = None
 ) -> list[EvaluatedModel]:
-    """Loads several models like `load_evaluated`, one at a time in memory.
+    """Loads models, `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one: one at a time in memory.
 
-    Raises `ValueError` if two have the same name.
+    `device_map="auto"` divides the weights over all GPUs. Raises `ValueError` if a model is missing, of an unknown kind
+    or damaged, if its tokenizer does not fit, or if two models have the same name.
     """
     check_dtype(dtype)
     check_attention(attention)
     names = [split_name(item)[0] for item in named]
     if len(set(names)) < len(names):
-        raise ValueError(f"two models are called {names}: give each of them another name with --model NAME=FOLDER.")
+        raise ValueError(f"two models are called {names}: give each a different name with --model NAME=FOLDER.")
     for item in named:  # before the first one is loaded
         check_source(split_name(item)[1])
 
@@ -205,7 +201,9 @@ def _generate(
         logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
         **options,
     )
-    return output.sequences, state_bytes(output.past_key_values) + bytes_since(before, model)
+    cache = output.past_key_values
+    held = cache.num_bytes if isinstance(cache, FoldedCache) else state_bytes(cache)
+    return output.sequences, held + bytes_since(before, model)
 
 
 def rows_per_batch(evaluated: EvaluatedModel, num_tokens: int) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -39,7 +39,12 @@ class Option:
 
 
 class Options:
-    """The base of dataclasses of options. Raises `ValueError` for a value outside its range or twice in a list."""
+    """The base of dataclasses of options. Raises `ValueError` for a value outside its range or twice in a list.
+
+    Subclasses list their own fields before those named in `listed_last`.
+    """
+
+    listed_last: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         for name, field in described(type(self)).items():
@@ -100,7 +105,8 @@ class Field(NamedTuple):
 def described(options: type[Options]) -> dict[str, Field]:
     """Returns the fields by name."""
     hints, found = get_type_hints(options, include_extras=True), {}
-    for field in fields(options):  # type: ignore[arg-type]  # each subclass is a dataclass
+    own: Any = fields(options)  # type: ignore[arg-type]  # each subclass is a dataclass
+    for field in sorted(own, key=lambda field: field.name in options.listed_last):
         hint, option = hints[field.name], Option()
         if get_origin(hint) is Annotated:
             hint, option = get_args(hint)

@@ -56,9 +56,9 @@ def lengths_of(lengths: Sequence[int]) -> str:
     return f"{min(lengths):,} to {max(lengths):,} tokens" if len(set(lengths)) > 1 else f"{lengths[0]:,} tokens"
 
 
-def remark_of(name: str, results: dict[str, Any]) -> str:
-    """Returns the remarks beside a model's figures."""
-    found = ["in a chat"] if name in results.get("chat", ()) else []
+def remark_of(name: str, results: dict[str, Any], chat: str = "in a chat") -> str:
+    """Returns the remarks beside a model's figures; `chat` says that it got its prompts in a chat template."""
+    found = [chat] if name in results.get("chat", ()) else []
     if (positions := results.get("positions_exceeded", {}).get(name)) is not None:
         found.append(f"past its {positions:,} positions")
     return ", ".join(found)
@@ -119,7 +119,6 @@ class Overview:
         ]
 
     def records(self) -> list[dict[str, Any]]:
-        """Yields a record for each figure."""
         return [
             {"model": name, "measure": measure, **asdict(figure) | {"model": name}}
             for name, found in self.rows().items()
@@ -139,17 +138,12 @@ def own_results(records: Iterable[Path], known: Iterable[str]) -> list[Path]:
 
 
 def own_tables(path: Path) -> list[Table]:
-    """Returns the lines of KIND.csv."""
+    """Returns KIND.csv as a table, if the file exists and is not empty."""
     beside = path.with_suffix(".csv")
     if not beside.is_file():
         return []
     lines = list(csv.reader(io.StringIO(read_text(beside), newline="")))
     return [Table(path.stem, lines[0], lines[1:])] if lines else []
-
-
-def own_figures(results: dict[str, Any]) -> list[Figure]:
-    """Returns the figures that the runner has stored."""
-    return [Figure(**one) for one in results.get("overview", [])]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ A folded model needs positions for only two segments. Models without positions a
 """
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -47,18 +46,9 @@ def exceeded(task: Any) -> dict[str, int]:
             name = task.shown_as(item)
             found[name], longest[name] = positions, max(num_tokens, longest.get(name, 0))
     for name, positions in found.items():
-        print(warning(name, positions, longest[name]), file=sys.stderr)
+        print(
+            f"note: {name} reads texts of up to {longest[name]:,} tokens here, and has max_position_embeddings="
+            f"{positions:,} in its config.json: figures beyond that are marked.",
+            file=sys.stderr,
+        )
     return found
-
-
-def warning(name: str, positions: int, longest: int) -> str:
-    return (
-        f"note: {name} reads texts of up to {longest:,} tokens here, and has max_position_embeddings={positions:,} in "
-        "its config.json: figures beyond that are marked."
-    )
-
-
-def mark(name: str, exceeded: dict[str, int], other: Iterable[str] = ()) -> str:
-    """Returns the name for tables and pictures, with other remarks and the positions that its texts exceed."""
-    remarks = [*other, *([f"past its {exceeded[name]:,} positions"] if name in exceeded else [])]
-    return f"{name} ({', '.join(remarks)})" if remarks else name

@@ -16,7 +16,7 @@ from typing import Any
 from condense import laboratories
 from condense.files import check_not_linked, read_text
 
-from .overview import Overview, own_figures, own_results, own_tables, read_harness
+from .overview import Figure, Overview, own_results, own_tables, read_harness
 from .results import Table, write_results
 from .tasks import TASKS
 from .training_report import read_run, runs_table, write_training
@@ -30,37 +30,37 @@ SHOWN_BY = TASKS | {
 }  # these have `tables`
 METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
-    "passkey": "A number is hidden in irrelevant text and asked for at the end. An answer counts when the model's own "
-    "greedy decoding gives all digits. Prompts are fresh; lengths are in tokens, answer included.",
-    "facts": "Facts stand in their order in other text, and a question at the end asks for one word. An answer counts "
-    "when the model's own greedy decoding gives exactly its tokens. Lengths are in tokens, answer included. The last "
-    "such word is the last place, person or thing of the facts, whichever the question asks for, that it does not "
-    "name. Facts are tracked if the answer is right and neither that word nor a guess among the others says why.",
-    "recall": "Keys with values are said in sentences between irrelevant ones, and one key is asked about at the end. "
-    "An answer counts when the model's own greedy decoding gives the value, or all of its values in their order. The "
-    "capacity is the number of pairs up to which the right answers are at least 90 %, on a line between the numbers "
-    "measured; the size of the memory is that of a folded model.",
+    "passkey": "A number is hidden in irrelevant text, and a question at the end asks for it. An answer counts when "
+    "the model's own greedy decoding gives all digits. Prompts are new; lengths are in tokens, answer included.",
+    "facts": "Facts stand in order in other text, and a question at the end asks for one word. An answer counts when "
+    "the model's own greedy decoding gives exactly its tokens. Lengths are in tokens, answer included. The last such "
+    "word is the last place, person or thing of the facts, whichever the question asks for, that it does not name. "
+    "Facts are tracked if the answer is right for a reason other than that word or a guess among the others.",
+    "recall": "Sentences between irrelevant ones give keys with values, and a question at the end asks about one key. "
+    "An answer counts when the model's own greedy decoding gives the value, or all of the key's values in order. The "
+    "capacity is the number of pairs up to which at least 90 % of the answers are right, interpolated linearly between "
+    "the numbers measured. Folded models also have the size of their memory.",
     "summarization": "Summaries that the models write, against the references.",
     "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
     "text before.",
     "answers": "Prompts of your own, answered by the model's own greedy decoding.",
-    "suite": "Benchmarks of long text, as lm-evaluation-harness has them. Where a benchmark makes its texts, it makes "
-    "them at each length; else a length holds the texts of more than half of it.",
+    "suite": "Benchmarks of long text from lm-evaluation-harness. Benchmarks that generate their texts do so at each "
+    "length. For others, a length has the texts that are longer than half of it.",
     "attention": "Scores before softmax over memory and current segment, and how much attention goes to memory.",
-    "healing": "A stock checkpoint is folded and trained to use its memory. What folding costs is the "
-    "held-out loss before any training, less that of the stock model with full attention.",
-    "memory": "Models that differ in their memory alone, trained alike from the same random weights: the loss of the "
+    "healing": "A stock checkpoint is folded and trained to use its memory. The cost of folding is the held-out loss "
+    "before any training, less the loss of the stock model with full attention.",
+    "memory": "Models that differ only in their memory, trained alike from the same random weights: the loss of the "
     "same held-out segments by the segments before them.",
-    "profile": "Each point was measured in a process of its own, with the weights that the first table names.",
+    "profile": "Each point was measured in a separate process, with the weights that the first table names.",
     "modules": "Memory of one training step, as torch's MemTracker counts tensors. Folded models run segment by "
     "segment.",
-    "schedules": "One folded model in both orders of computation, which give the same results, in turn and repeat by "
-    "repeat within one process per point; auto is the rule by which a model chooses between them itself.",
+    "schedules": "Both orders of computation of one folded model, which give the same results. They take turns, repeat "
+    "by repeat, in one process per point. auto is the rule by which a model chooses between them.",
     "training": "Logged while training; training.csv and training.json beside this page have every logged line. If "
-    "memory helps, later segments have a smaller loss. The speed is that of all ranks, memory that of the first one.",
+    "memory helps, later segments have a smaller loss. Speed is summed over all ranks; memory is of the first rank.",
     "harness": "Scores as lm-evaluation-harness wrote them.",
-    "overview": "One figure or a few of each model and task; the sections below have the details. Losses of models "
-    "with different tokenizers can't be compared. overview.csv and overview.json beside this page hold the same.",
+    "overview": "One or a few figures for each model and task; the sections below have the details. Losses of models "
+    "with different tokenizers can't be compared. overview.csv and overview.json beside this page have the same data.",
 }
 
 
@@ -83,20 +83,18 @@ def write_report(folder: Path, title: str = "condense") -> Path:
 
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: pass one that holds results.")
-    path = folder / "report.html"
-    check_not_linked(path, *folder.glob("training*.*"), *folder.glob("overview.*"))
+    page = folder / "report.html"
+    check_not_linked(page, *folder.glob("training*.*"), *folder.glob("overview.*"))
     skipped: dict[str, str] = {}
     sections, overview = [], Overview()
-    for found in (
-        found
-        for kind in (*SHOWN_BY, *(f"{family}{rest}" for family in laboratories.SHOWN_BY for rest in ("", "_*")))
-        for found in _files(folder, f"{kind}.json", skipped)
-    ):
+    kinds = (*SHOWN_BY, *(f"{family}{rest}" for family in laboratories.SHOWN_BY for rest in ("", "_*")))
+    paths = [path for kind in kinds for path in _files(folder, f"{kind}.json", skipped)]
+    for path in paths + own_results(_files(folder, "*.records.jsonl", skipped), SHOWN_BY):
         try:
-            sections.append(_measured(found, folder, overview, skipped))
-        except Exception as error:  # another program's file can fail in any way
-            skipped[str(found.relative_to(folder))] = _why(error)
-    sections += _others(folder, overview, skipped)
+            sections.append(_measured(path, folder, overview, skipped))
+        except Exception as error:  # a different program's file can fail in any way
+            skipped[str(path.relative_to(folder))] = _why(error)
+    sections += _harness(folder, overview, skipped)
     sections += _training(folder, skipped)
     if overview.figures:
         sections.insert(0, _overview(folder, overview, skipped))
@@ -110,13 +108,11 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    page = environment.get_template("report.html.j2").render(
-        title=title, date=date.today().isoformat(), sections=sections, skipped=skipped
-    )
-    path.write_text(page, encoding="utf-8")
+    shown = {"title": title, "date": date.today().isoformat(), "sections": sections, "skipped": skipped}
+    page.write_text(environment.get_template("report.html.j2").render(shown), encoding="utf-8")
     if skipped:
-        raise ValueError(f"{path} is written, without files that cannot be read: {left_out}. Delete or replace them.")
-    return path
+        raise ValueError(f"{page} is written, without files that cannot be read: {left_out}. Delete or replace them.")
+    return page
 
 
 def _files(folder: Path, name: str, skipped: dict[str, str]) -> list[Path]:
@@ -140,45 +136,38 @@ def _why(error: Exception) -> str:
 
 
 def _measured(path: Path, folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
-    """Returns the section of one of this package's results."""
-    kind = path.stem
+    """Returns the section of a result of this package, or of a custom evaluation."""
+    kind, shown_by = path.stem, _shown_by(path.stem)
+    if linked := [file for file in (path, path.with_suffix(".csv")) if file.is_symlink() and shown_by is None]:
+        raise ValueError(f"{linked[0].name} is a link")
     results = json.loads(read_text(path))
-    if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys() or results["kind"] != kind:
+    is_result = isinstance(results, dict) and {"kind", *METADATA} <= results.keys()
+    if not is_result or (shown_by is not None and results["kind"] != kind):
         raise ValueError("not a result of a condense command")
     if not isinstance(results["versions"], dict):
         raise ValueError("versions are not an object")
-    family = kind.partition("_")[0]
-    if family in laboratories.SHOWN_BY:
-        shown_by = resolve_name(laboratories.SHOWN_BY[family])(kind)
+    if shown_by is None:  # a custom evaluation: the runner has stored its figures
+        tables, figures = own_tables(path), [Figure(**one) for one in results.get("overview", [])]
     else:
-        shown_by = resolve_name(SHOWN_BY[kind])
+        tables = shown_by.tables(results)
+        figures = shown_by.overview(results) if hasattr(shown_by, "overview") else []
     pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
-    about = results.get("about") or getattr(shown_by, "about", None) or ABOUT[kind]
-    tables = shown_by.tables(results)
-    figures = shown_by.overview(results) if hasattr(shown_by, "overview") else []
-    models = results.get("models") if figures else ()
+    about = results.get("about") or getattr(shown_by, "about", None) or ABOUT.get(kind, "An evaluation of your own.")
+    models = results.get("models") if figures or shown_by is None else ()
     overview.add(str(path.relative_to(folder)), figures, models or ())
     return Section(_title(kind, path, folder), about, tables, pictures, results)
 
 
-def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[Section]:
-    """Returns the sections of custom evaluations and of results of lm-evaluation-harness."""
-    sections = []
-    for path in own_results(_files(folder, "*.records.jsonl", skipped), SHOWN_BY):
-        result = str(path.relative_to(folder))
-        try:
-            if linked := [file for file in (path, path.with_suffix(".csv")) if file.is_symlink()]:
-                raise ValueError(f"{linked[0].name} is a link")
-            results = json.loads(read_text(path))
-            if not isinstance(results, dict) or not {"kind", *METADATA} <= results.keys():
-                raise ValueError("not a result of a condense command")
-            figures, tables = own_figures(results), own_tables(path)
-            pictures = [_embed(found) for found in _pictures(path, folder, skipped)]
-            about = results.get("about") or "An evaluation of your own."
-            overview.add(result, figures, results.get("models") or ())
-            sections.append(Section(_title(path.stem, path, folder), about, tables, pictures, results))
-        except Exception as error:
-            skipped[result] = _why(error)
+def _shown_by(kind: str) -> Any:
+    """Returns the class or module with the tables of a kind of results; None for a custom evaluation."""
+    family = kind.partition("_")[0]
+    if family in laboratories.SHOWN_BY:
+        return resolve_name(laboratories.SHOWN_BY[family])(kind)
+    return resolve_name(SHOWN_BY[kind]) if kind in SHOWN_BY else None
+
+
+def _harness(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[Section]:
+    """Returns the section of the results of lm-evaluation-harness, if there are any."""
     tables = []
     for path in _files(folder, "results_*.json", skipped):  # the newest of a folder comes last
         result = str(path.relative_to(folder))
@@ -190,12 +179,10 @@ def _others(folder: Path, overview: Overview, skipped: dict[str, str]) -> list[S
             if missing := run.not_finite():
                 overview.left_out[f"{result}: {'; '.join(missing)}"] = "not a finite number"
             if run.grouped:
-                overview.left_out[f"{result}: {', '.join(sorted(run.grouped))}"] = "stand for themselves in the section"
+                overview.left_out[f"{result}: {', '.join(sorted(run.grouped))}"] = "are shown only in the section"
         except Exception as error:
             skipped[result] = _why(error)
-    if tables:
-        sections.append(Section("lm-evaluation-harness", ABOUT["harness"], tables, [], {}))
-    return sections
+    return [Section("lm-evaluation-harness", ABOUT["harness"], tables, [], {})] if tables else []
 
 
 def _overview(folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:

@@ -26,15 +26,7 @@ from condense.files import check_not_linked
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 DPI = 150  # in pictures
 COLORS = 256  # in a PNG
-FORMULA = (
-    "=",
-    "+",
-    "-",
-    "@",
-    "\t",
-    "\r",
-    "\n",
-)  # spreadsheets read a cell that begins with one of these as a formula
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets read a cell that begins with one of these as a formula
 
 
 @dataclass(frozen=True)

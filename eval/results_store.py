@@ -1,6 +1,6 @@
-"""The records of a measurement, written as they are measured, so that a stopped measurement can resume.
+"""The records of a measurement, written as they are measured, so a stopped measurement can resume.
 
-The first of the JSON lines holds the settings. A start with other settings is refused, so that no result mixes two
+The first of the JSON lines holds the settings. A start with other settings is refused, so no result mixes two
 measurements. Models may be added because each has its own records. A line cut off by a kill is dropped.
 """
 
@@ -43,14 +43,15 @@ class ResultsStore:
         lines = _complete_lines(path)
         if lines:
             before = lines[0]["settings"]
-            _check_same(path, before, without_added(before, settings))
+            if changed := "; ".join(_differences("", before, without_added(before, settings))):
+                remedy = "Pass another --output, or delete the file."
+                raise ValueError(f"{path} comes from another measurement: {changed}. {remedy}")
             self.done = {_name(line["key"]): line["record"] for line in lines[1:]}
             self.num_found = len(self.done)
         self.settings = settings
         self._write()
 
     def _write(self) -> None:
-        """Rewrites the whole file."""
         assert self.path is not None
         records = ({"key": json.loads(name), "record": record} for name, record in self.done.items())
         lines = [{"settings": self.settings}, *records]
@@ -143,13 +144,6 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     ):
         raise ValueError(f"{path} is damaged, its lines are not records: delete it, or pass another --output.")
     return found
-
-
-def _check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = list(_differences("", before, now))
-    if changed:
-        was = "; ".join(changed)
-        raise ValueError(f"{path} comes from another measurement: {was}. Pass another --output, or delete the file.")
 
 
 def _differences(name: str, before: Any, now: Any) -> Iterator[str]:

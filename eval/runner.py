@@ -4,10 +4,11 @@ A `Task` says what is measured, item by item. `run` measures the missing items, 
 the results and pictures at the end.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -17,7 +18,7 @@ from condense.progress import ProgressBar
 
 from .overview import Figure
 from .positions import exceeded, positions_exceeded
-from .ranks import Ranks
+from .ranks import Ranks, call_on_ranks, join
 from .results import Table, run_metadata, write_results
 from .results_store import Key, Record, ResultsStore, encode, open_results_store
 
@@ -116,6 +117,27 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
     return results
 
 
+def run_on_ranks(make: Callable[[Any, Path], Task], kind: str, options: Any, output: Path) -> Results | None:
+    """Runs the task `make(options, output)` on `options.ranks` processes, or as one of a launcher's processes.
+
+    Returns the contents of KIND.json; None in any process of a launcher except the first.
+    """
+    if options.ranks > 1:
+        call_on_ranks(options.ranks, run_on_ranks, make, kind, replace(options, ranks=1), output)
+        return json.loads((output / f"{kind}.json").read_text(encoding="utf-8"))
+    ranks = join()
+    if ranks is None or ranks.is_first:
+        return run(make(options, output), output, ranks)
+    try:
+        task = make(options, output)
+        settings = task.settings()
+    except (ValueError, OSError):
+        ranks.accepted()  # exits if the first process refuses too, so only one prints the error
+        raise
+    measure_share(task, ranks, ranks.pending(settings))
+    return None
+
+
 @contextmanager
 def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
     """Turns any error from a file's records into one sentence, because they may have been edited."""
@@ -132,7 +154,7 @@ def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
 
 
 def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[Item, Record]]:
-    """Yields the items of a task with their records, measured now if the store has none."""
+    """Returns the items of a task with their records, measured now if the store has none."""
     store, items = store or ResultsStore(None, {}), task.items()
     measured = []
     with ProgressBar(items, desc=task.kind, unit=task.unit) as bar:
@@ -161,9 +183,8 @@ def _measure_on_ranks(
 
     def receive() -> None:
         try:
-            with ProgressBar(
-                total=len(items), initial=len(items) - len(pending), desc=task.kind, unit=task.unit
-            ) as bar:
+            done = len(items) - len(pending)
+            with ProgressBar(total=len(items), initial=done, desc=task.kind, unit=task.unit) as bar:
                 for record in ranks.received(len(pending)):
                     store.add(record)
                     bar.update()

@@ -19,9 +19,7 @@ def check_apart(text: Iterable[str], held_out: Iterable[str]) -> None:
         for patterns in (text, held_out)
     )
     if both := [str(files[path]) for path in files if path in others]:
-        raise ValueError(
-            f"{', '.join(both)}: text to train on and to evaluate with; the held-out text must be another."
-        )
+        raise ValueError(f"{', '.join(both)}: text to train on and to evaluate with; pass a different held-out text.")
 
 
 def train_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:

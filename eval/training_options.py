@@ -20,8 +20,7 @@ class TrainingOptions(Options):
     ] = None
     seeds: Annotated[int, Option("Models of each kind, with seeds from 0 on.", min=1, may_change=True)] = 3
     small: Annotated[
-        bool,
-        Option("Tiny models, a generated text and a few steps, without files or hub.", flags=("--small",)),
+        bool, Option("Tiny models, a generated text and a few steps, without files or hub.", flags=("--small",))
     ] = False
 
     def __post_init__(self) -> None:
@@ -31,4 +30,4 @@ class TrainingOptions(Options):
         if (self.text is None) != (self.held_out is None):
             raise ValueError("--text and --held-out belong together: pass both, or none for WikiText-2 of the hub.")
         if self.text is not None and self.held_out is not None and self.text.resolve() == self.held_out.resolve():
-            raise ValueError(f"{self.text}: text to train on and to evaluate with; the held-out text must be another.")
+            raise ValueError(f"{self.text}: text to train on and to evaluate with; pass a different held-out text.")

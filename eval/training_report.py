@@ -95,14 +95,16 @@ def write_training(runs: Sequence[Run], path: Path) -> list[Path]:
         for line in sorted([*run["lines"], *run["validations"]], key=lambda line: line["step"])
     ]
     write_results(path, {"kind": "training", "memory": MEMORY, "lines": records}, records)
-    drawn = [_draw_losses(runs, path)]
+    drawn = {"": (_draw_losses, runs)}
     if any(run["validations"] for run in runs):
-        drawn.append(_draw_validation(runs, path.with_name(f"{path.name}-validation")))
+        drawn["-validation"] = _draw_validation, runs
     if by_segment := [run for run in runs if any(_segments(run["lines"]))]:
-        drawn.append(_draw_segments(by_segment, path.with_name(f"{path.name}-segments")))
+        drawn["-segments"] = _draw_segments, by_segment
     if any("tokens_per_second" in line for run in runs for line in run["lines"]):
-        drawn.append(_draw_speed(runs, path.with_name(f"{path.name}-speed")))
-    return drawn
+        drawn["-speed"] = _draw_speed, runs
+    for suffix, (draw, shown) in drawn.items():
+        draw(shown, path.with_name(f"{path.name}{suffix}"))
+    return [path.with_name(f"{path.name}{suffix}.png") for suffix in drawn]
 
 
 def _finite(value: Any) -> Any:
@@ -110,7 +112,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _draw_losses(runs: Sequence[Run], path: Path) -> Path:
+def _draw_losses(runs: Sequence[Run], path: Path) -> None:
     with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
         for run in runs:
             _plot(left, run["lines"], "loss", run["name"])
@@ -123,10 +125,9 @@ def _draw_losses(runs: Sequence[Run], path: Path) -> Path:
         grows = any("segments" in run["lines"][0] for run in runs)
         _finish(left, "training loss")
         _finish(right, "length of the text [segments]" if grows else "learning rate")
-    return path.with_suffix(".png")
 
 
-def _draw_validation(runs: Sequence[Run], path: Path) -> Path:
+def _draw_validation(runs: Sequence[Run], path: Path) -> None:
     """Draws all losses, also by source, and the accuracies if there are any."""
     names = list(dict.fromkeys(name for run in runs for line in run["validations"] for name in line))
     losses = [name for name in names if name.startswith("eval_loss") and SEGMENT not in name]
@@ -140,14 +141,13 @@ def _draw_validation(runs: Sequence[Run], path: Path) -> Path:
                     _plot(shown, run["validations"], name, label, marker="o", markersize=3)
         for shown, title in zip(axes[0], ("validation loss", "right answers in validation"), strict=False):
             _finish(shown, title)
-    return path.with_suffix(".png")
 
 
 def _segments(lines: Sequence[Line], prefix: str = "") -> list[str]:
     return list(dict.fromkeys(name for line in lines for name in line if name.startswith(f"{prefix}{SEGMENT}")))
 
 
-def _draw_segments(runs: Sequence[Run], path: Path) -> Path:
+def _draw_segments(runs: Sequence[Run], path: Path) -> None:
     """Draws a row for each run: losses by segment in training and, if available, in validation."""
     with picture(path, rows=len(runs), columns=2, figsize=(10, 3.2 * len(runs)), squeeze=False) as axes:
         for run, row in zip(runs, axes, strict=True):
@@ -160,10 +160,9 @@ def _draw_segments(runs: Sequence[Run], path: Path) -> Path:
                     shown.set_axis_off()
                     continue
                 _finish(shown, f"{run['name']}: {what} loss by segment")
-    return path.with_suffix(".png")
 
 
-def _draw_speed(runs: Sequence[Run], path: Path) -> Path:
+def _draw_speed(runs: Sequence[Run], path: Path) -> None:
     with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
         for run in runs:
             _plot(left, run["lines"], "tokens_per_second", run["name"])
@@ -174,7 +173,6 @@ def _draw_speed(runs: Sequence[Run], path: Path) -> Path:
             axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         _finish(left, "tokens per second, over all ranks")
         _finish(right, "memory of the first rank, the most so far [GiB]")
-    return path.with_suffix(".png")
 
 
 def _plot(axes: Any, lines: Sequence[Line], name: str, label: str, scale: Callable = float, **style: Any) -> None:

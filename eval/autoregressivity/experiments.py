@@ -3,9 +3,8 @@
 Their classes are named and imported when they are used, because that loads torch.
 """
 
-import json
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -35,24 +34,20 @@ def shown_by(kind: str) -> Any:
     return resolve_name(DESIGNS.get(kind.removeprefix("ablation_"), ABLATION))
 
 
+def make_task(name: str, options: AblationOptions, output: Path) -> "Task":
+    """Returns the ablation of a property, or the experiment on a design."""
+    arguments = (options, output) if name in DESIGNS else (name, options, output)
+    return resolve_name(DESIGNS.get(name, ABLATION))(*arguments)
+
+
 def ablate(name: str, output: Path, options: AblationOptions) -> "Results | None":
     """Runs one experiment; returns the contents of its JSON file, or None in all processes except the first.
 
     Raises `ValueError` for texts and reference models that can't be used, before anything is trained.
     """
-    from ..ranks import call_on_ranks, join
-    from ..runner import measure_share, run
+    from ..runner import run_on_ranks
 
-    if options.ranks > 1:
-        call_on_ranks(options.ranks, ablate, name, output, replace(options, ranks=1))
-        return json.loads((output / f"ablation_{name}.json").read_text(encoding="utf-8"))
-    ranks = join()
-    arguments = (options, output) if name in DESIGNS else (name, options, output)
-    task = resolve_name(DESIGNS.get(name, ABLATION))(*arguments)
-    if ranks is None or ranks.is_first:
-        return run(task, output, ranks)
-    measure_share(task, ranks, ranks.pending(task.settings()))
-    return None
+    return run_on_ranks(partial(make_task, name), f"ablation_{name}", options, output)
 
 
 def ablate_all(output: Path, options: AblationOptions) -> "dict[str, Results]":

@@ -1,6 +1,6 @@
 """A grid of cases, each measured in its own process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -36,7 +36,8 @@ TABLE_1 = DEFAULTS | {
     "optimizer": (False, True),  # the paper trained with one; gpu_bench and earlier results have none
 }
 WORKLOAD = attrgetter("mode", "length", "batch", "attention", "checkpointing", "optimizer")  # a case, for any model
-KEY = ("kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing")  # a case, in its record
+# A case, in its record.
+KEY = ("model", "kind", "mode", "length", "batch", "segment_length", "attention", "checkpointing", "optimizer")
 
 
 def axes(options: ProfileOptions, defaults: dict[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
@@ -54,17 +55,15 @@ def grid(
     attentions: Sequence[str],
     checkpointing: Sequence[bool],
     optimizer: Sequence[bool] = (False,),
-) -> Iterator[BenchmarkCase]:
-    """Returns every combination. Kinds follow each other, so that models are compared at about the same time.
+) -> list[BenchmarkCase]:
+    """Returns every combination. Kinds follow each other, so models are compared at about the same time.
 
     A stock model has no segments, and only training has gradient checkpointing and an optimizer. Cases that become
     equal are measured once.
     """
-    seen = set()
-    for mode, length, batch, attention, enabled, steps, segment, kind in product(
-        modes, lengths, batches, attentions, checkpointing, optimizer, segments, kinds
-    ):
-        case = BenchmarkCase(
+    every = product(modes, lengths, batches, attentions, checkpointing, optimizer, segments, kinds)
+    cases = [
+        BenchmarkCase(
             kind=kind,
             mode=mode,
             length=length,
@@ -74,9 +73,9 @@ def grid(
             checkpointing=enabled and mode == "training",
             optimizer=steps and mode == "training",
         )
-        if case not in seen:
-            seen.add(case)
-            yield case
+        for mode, length, batch, attention, enabled, steps, segment, kind in every
+    ]
+    return list(dict.fromkeys(cases))
 
 
 def cases_of(models: Sequence[ProfiledModel], options: ProfileOptions, chosen: dict[str, Sequence[Any]]) -> list[Any]:
@@ -108,11 +107,11 @@ class Environment:
 
 
 def key_of(case: BenchmarkCase) -> dict[str, Any]:
-    return {"model": case.model} | {name: getattr(case, name) for name in KEY} | {"optimizer": case.optimizer}
+    return {name: getattr(case, name) for name in KEY}
 
 
 class GridTask(Task[BenchmarkCase]):
-    """Measures cases under shared settings, each in its own process; `shown_by` has the tables and the picture."""
+    """Measures cases alike, each in its own process. `shown_by` is a module with `tables` and `draw`."""
 
     unit = "case"
     shown_by: ClassVar[Any]
@@ -123,7 +122,7 @@ class GridTask(Task[BenchmarkCase]):
         self.cases, self.environment, self.processes, self.more = cases, environment, processes, more
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings without the models, which are in the keys, so that a later start may add some."""
+        """Returns the settings without the models. They are in the keys, so a later start may add some."""
         of_all = {name: getattr(self.environment, name) for name in ("dtype", "repeats", "snapshots")}
         return {**of_all, "hardware": hardware(), "torch": versions()["torch"], **self.more}
 

@@ -3,29 +3,19 @@
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from condense.training.allocator import cuda_memory
 
 
-class PeakMemory(Protocol):
-    """Measures the bytes in use now, and the peak since the last `restart`."""
-
-    description: str
-
-    def now(self) -> int: ...
-
-    def restart(self) -> None: ...
-
-    def peak(self) -> int: ...
-
-    def allocator(self) -> dict[str, int]:
-        """Returns the most bytes that the allocator has reserved, and how often they ran out; empty without one."""
-
-
 class CudaMemory:
+    """Measures the bytes in use `now`, and their `peak` since the last `restart`.
+
+    `allocator` returns the most bytes that the allocator has reserved, and how often they ran out.
+    """
+
     description = "peak of the CUDA allocator"
 
     def now(self) -> int:
@@ -44,7 +34,7 @@ class CudaMemory:
 
 
 class ResidentMemory:
-    """Uses Linux's accounting, in which a process can reset its peak. Raises `OSError` on other systems."""
+    """Measures the same without an allocator. Linux lets a process reset its peak; other systems raise `OSError`."""
 
     description = "peak resident memory of the process"
 
@@ -70,6 +60,9 @@ class ResidentMemory:
 
     def allocator(self) -> dict[str, int]:
         return {}
+
+
+PeakMemory = CudaMemory | ResidentMemory
 
 
 def memory_of(device: str) -> PeakMemory:

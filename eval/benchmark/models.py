@@ -100,7 +100,7 @@ def set_checkpointing(model: Any, enabled: bool, segments: int = 1) -> None:
 
 
 def folded_variants(segments: Sequence[int], attention: str = "sdpa") -> list[ModelVariant]:
-    """Yields a folded model with each segment length and each schedule."""
+    """Returns a folded model with each segment length and each schedule."""
     return [
         ModelVariant(kind="folded", attention=attention, segment_length=segment, schedule=schedule)
         for segment in segments

@@ -51,7 +51,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def _lines(modules: Sequence[dict[str, Any]]) -> list[list[Any]]:
-    """Yields a line for each role: sums over its modules, and the highest peaks."""
+    """Returns a line for each role: sums over its modules, and the highest peaks."""
     lines = []
     for role, pattern in ROLES.items():
         mine = [module for module in modules if re.fullmatch(pattern, module["module"])]

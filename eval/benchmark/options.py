@@ -82,7 +82,6 @@ class ProfileOptions(Options):
     schedules: Annotated[
         bool, Option("Compare only a folded model's two schedules, and whether auto picks the faster one.")
     ] = False
-
     modules: Annotated[bool, Option("Measure only a training step's memory, by module and kind of tensor.")] = False
 
     def __post_init__(self) -> None:

@@ -109,7 +109,7 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
 
 
 class NoStateError(Exception):
-    """Raised if the model returns no state, so that later tokens can't be measured."""
+    """Raised if the model returns no state, so later tokens can't be measured."""
 
 
 def utilization(case: BenchmarkCase, shape: dict[str, Any], dtype: str, seconds: float) -> dict[str, float]:

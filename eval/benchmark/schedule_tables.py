@@ -29,15 +29,12 @@ def tables(results: dict[str, Any]) -> list[Table]:
         made.append(_table(f"schedules, attention {shared['attention']}", points, SCHEDULES, "auto", ratios))
     first = results["points"][0]["attention"]  # implementations are compared regardless of the option
     everywhere = [p for p in results["points"] if "auto_attention" in p and p["attention"] == first]
-    if everywhere and len(names := _attentions_in(everywhere[0])) > 1:
+    names = [name for point in everywhere[:1] for name in point["times"] if name not in SCHEDULES]
+    if len(names) > 1:
         ratios = f"{names[0]} / {names[1]}", lambda point: point[f"{names[0]}_seconds"] / point[f"{names[1]}_seconds"]
         title = "attention, under the schedule that auto takes"
         made.append(_table(title, everywhere, names, "auto_attention", ratios))
     return made
-
-
-def _attentions_in(point: dict[str, Any]) -> list[str]:
-    return [name for name in point["times"] if name not in SCHEDULES]
 
 
 def _table(

@@ -1,7 +1,7 @@
 """Compares the schedules and attentions of a folded model, and shows whether "auto" picks the faster ones.
 
-Each case runs in its own process. There the schedules take turns, repeat by repeat, so that a drift of the machine
-affects both. Then the implementations of attention take turns, under the schedule that "auto" picks.
+Each case runs in its own process. There the schedules take turns, repeat by repeat, so a drift of the machine affects
+both. Then the implementations of attention take turns, under the schedule that "auto" picks.
 """
 
 from collections.abc import Callable

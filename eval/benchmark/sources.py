@@ -80,10 +80,11 @@ def read_models(options: ProfileOptions) -> list[ProfiledModel]:
         given = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
         return [ProfiledModel(options.preset, {"model_type": LLAMA, **table_1(), **given})]
     found = [_from_config(*split_name(named), options.vocab_size) for named in options.configs]
-    found += [_from_checkpoint(*split_name(named)) for named in options.models]
+    for name, source in map(split_name, options.models):
+        found.append(ProfiledModel(name, _fields(load_config(AutoConfig, source)), checkpoint=source))
     names = [model.name for model in found]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two models are called {twice[0]!r}: give each of them another name with NAME=FOLDER.")
+        raise ValueError(f"two models are called {twice[0]!r}: give each a different name with NAME=FOLDER.")
     return found
 
 
@@ -114,10 +115,6 @@ def _stock_config(name: str, config: CondenseConfig) -> Any:
         )
     own = {"model_type", *CondenseConfig.__annotations__}
     return FAMILIES[LLAMA].config_class(**{name: value for name, value in _fields(config).items() if name not in own})
-
-
-def _from_checkpoint(name: str, source: str) -> ProfiledModel:
-    return ProfiledModel(name, _fields(load_config(AutoConfig, source)), checkpoint=source)
 
 
 def _fields(config: Any) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Shared parts of the tables and pictures of both grids."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from ..results import Table
+from ..results import Table, groups_of
 from .cases import WITHOUT_SEGMENTS
 
 SHAPE = {  # fields of a config.json, by the names of their columns
@@ -61,11 +60,8 @@ def workload(shared: dict[str, Any], name: str = "training step") -> str:
 
 def group_by(points: Sequence[dict[str, Any]], *names: str) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """Groups points that agree in these fields, with the fields; fields missing in earlier versions are None."""
-    found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
-    for point in points:
-        shared = {name: point.get(name) for name in names}
-        found.setdefault(json.dumps(shared), (shared, []))[1].append(point)
-    return list(found.values())
+    every = [dict.fromkeys(names) | point for point in points]
+    return [(dict(zip(names, key, strict=True)), group) for key, group in groups_of(every, *names).items()]
 
 
 def token_axis(axes: Any, points: Sequence[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .memory import PeakMemory, is_out_of_memory
+from .memory import PeakMemory, or_out_of_memory
 from .models import parameter_bytes
 
 Call = Callable[[], object]
@@ -26,16 +26,11 @@ def seconds_of(call: Call) -> float:
 
 def attempt(call: Call) -> float | None:
     """Like `seconds_of`, but returns None for a call that does not fit into memory."""
-    try:
-        return seconds_of(call)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+    return or_out_of_memory({}, lambda: {"seconds": seconds_of(call)}).get("seconds")
 
 
 def summarize(seconds: Sequence[float]) -> dict[str, Any]:
-    """Returns median, lowest and highest."""
+    """Returns the median, the lowest and the highest."""
     return {
         "seconds": statistics.median(seconds),
         "seconds_low": min(seconds),
@@ -68,7 +63,7 @@ def measure_in_turn(
     warm_ups: int = 1,
     has_time: Callable[[float], bool] = lambda seconds: True,
 ) -> list[list[Sample]]:
-    """Returns each contender's samples. They take turns in every repeat, so that a drift of the machine affects all.
+    """Returns each contender's samples. They take turns in every repeat, so a drift of the machine affects all.
 
     A contender that does not fit into memory in its warm-up has no samples. Before each further repeat, `has_time` is
     called with the seconds of the last one.
@@ -86,7 +81,7 @@ def measure_in_turn(
 
 
 def sample(contender: Contender, memory: PeakMemory) -> Sample | None:
-    """Returns seconds and peak, on CUDA without other contenders' bytes. None if the call does not fit."""
+    """Returns seconds and peak, on CUDA without other contenders' bytes; None if the call does not fit into memory."""
     contender.prepare()
     on_cuda = contender.model.device.type == "cuda"
     of_others = memory.now() - parameter_bytes(contender.model) if on_cuda else 0
@@ -101,7 +96,6 @@ def sample(contender: Contender, memory: PeakMemory) -> Sample | None:
 
 
 def synchronize() -> None:
-    """Waits until the device has finished."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

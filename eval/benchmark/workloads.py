@@ -1,4 +1,4 @@
-"""The timed work: a training step, a prefill, a new token. Each function prepares one and returns the call.
+"""The timed work: a training step, a prefill, a new token.
 
 Axes: B rows, N tokens of an input.
 """
@@ -26,7 +26,7 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 def training_step(
     model: Any, ids_BN: torch.Tensor, optimizer: torch.optim.Optimizer | None = None
 ) -> Callable[[], None]:
-    """Prepares a forward and a backward pass, and the optimizer's step if there is one."""
+    """Returns a call that does a forward and a backward pass, and the optimizer's step if there is one."""
     model.train()
 
     def step() -> None:
@@ -45,7 +45,7 @@ def reading_arguments(model: Any) -> dict[str, Any]:
 
 
 def prefill(model: Any, ids_BN: torch.Tensor) -> Callable[[], dict[str, Any]]:
-    """Prepares a prompt in one call, up to the logits of the next token. The call returns the state."""
+    """Returns a call that reads a prompt at once, up to the logits of the next token, and returns the state."""
     model.eval()
     arguments = reading_arguments(model)
 
@@ -78,7 +78,7 @@ def read_context(
 
 
 def decoding_step(model: Any, state: dict[str, Any], next_B1: torch.Tensor) -> Callable[[], None]:
-    """Each call computes the likeliest next token of every row from the token before, and updates `state`."""
+    """Returns a call that computes each row's likeliest next token from the token before, and updates `state`."""
     model.eval()
 
     @torch.no_grad()

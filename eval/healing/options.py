@@ -71,8 +71,6 @@ class HealingOptions(Options):
             raise ValueError("--text and --held-out belong together: pass both, or none for the model's own samples.")
         if set(self.methods) <= {"stock", UNTRAINED}:
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model.")
-        for share in self.shares:
-            parse_share(share)
         if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):
             raise ValueError(f"shares={list(self.shares)}: name each once.")
         if "1" not in self.shares:

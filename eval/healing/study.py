@@ -10,7 +10,7 @@ checkpoint's keys and values expect.
 import hashlib
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +147,8 @@ class Healing(Study[Run]):
             stock = placed(loading.load_model(stock_class(config), self.options.model, dtype=torch.float32))
             return {"curve": [{"step": 0, "loss": mean_loss(stock, self.held_out)}]}
         if not item.is_trained:
-            model = self._transformer_xl(item.segment_length)
+            fields = {"segment_length": item.segment_length, "memory_source": "layer_input", "dtype": torch.float32}
+            model = placed(loading.load_model(CondenseForCausalLM, self.options.model, **fields))
             curve = [{"step": 0, "loss": mean_loss(model, self.held_out)}]
             return {"curve": curve, "memory": memory_worth(model, self.held_out, item.segment_length)}
         return super().measure(item)
@@ -163,10 +164,6 @@ class Healing(Study[Run]):
         model = loading.load_model(CondenseForCausalLM, source, dtype=torch.float32, **fields)
         model = merge_adapters(model, recipe.output) if item.method == "lora" else model
         return placed(model)
-
-    def _transformer_xl(self, segment_length: int) -> Any:
-        fields = {"segment_length": segment_length, "memory_source": "layer_input", "dtype": torch.float32}
-        return placed(loading.load_model(CondenseForCausalLM, self.options.model, **fields))
 
     @cached_property
     def held_out(self) -> list[torch.Tensor]:
@@ -267,9 +264,7 @@ def tokens_to_bar(tokens: Sequence[int], won_back: Sequence[float]) -> float | N
     """Returns the tokens until `BAR` of the cost is won back, interpolated between validations; None if never."""
     if won_back[0] >= BAR:
         return tokens[0]
-    for (start, before), (end, after) in zip(
-        zip(tokens, won_back, strict=True), zip(tokens[1:], won_back[1:], strict=True), strict=False
-    ):
+    for (start, before), (end, after) in pairwise(zip(tokens, won_back, strict=True)):
         if before < BAR <= after:
             return start + (end - start) * (BAR - before) / (after - before)
     return None

@@ -23,7 +23,7 @@ class PositionsConfig(LlamaConfig):
 
 
 class NoRotation(nn.Module):
-    """Returns cosines of 1 and sines of 0 [B, N, H], so that a Llama's layers do not rotate queries and keys."""
+    """Returns cosines of 1 and sines of 0 [B, N, H], so a Llama's layers do not rotate queries and keys."""
 
     def __init__(self, head_dim: int):
         super().__init__()

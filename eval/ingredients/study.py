@@ -75,9 +75,9 @@ class Ingredients(Study[Trained]):
     Options = IngredientOptions
     about = (
         "Models that differ from a twin in one thing, trained alike to count words and to add numbers as whole tokens; "
-        "then words and numbers shrink. Peaks are those of the probe of counting, at most the mean number of "
-        "repetitions over the counterfactual; P1, P2 and P3 those of the probe of sums, by the rule of the paper's "
-        "text, among the sums whose first digit is right. Intervals are t intervals over seeds."
+        "then words and numbers shrink. The probe of counting gives the peaks, at most the mean number of repetitions "
+        "over the counterfactual. The probe of sums gives P1, P2 and P3, by the rule of the paper's text, among the "
+        "sums whose first digit is right. Intervals are t intervals over seeds."
     )
 
     def settings(self) -> dict[str, Any]:

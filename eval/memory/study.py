@@ -51,13 +51,8 @@ from .options import MEMORIES, SHARE, MemoryOptions, label
 
 HEAD_DIM = 32
 VALIDATION_TEXTS = 16  # at most
-COLORS = dict(
-    zip(
-        MEMORIES,
-        ["tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:orange", "tab:red", "tab:green", "0.4"],
-        strict=True,
-    )
-)
+HUES = ("tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:orange", "tab:red", "tab:green", "0.4")
+COLORS = dict(zip(MEMORIES, HUES, strict=True))
 
 
 class Trained(NamedTuple):
@@ -111,7 +106,7 @@ class Memory(Study[Trained]):
     def losses(self, model: Any, num_segments: int) -> np.ndarray:
         """Returns losses [n, S, L] of the held-out segments that have `segments_before` others before them."""
         options, length = self.options, self.options.segment_length
-        first = options.segments_before + 1 - num_segments  # the same segments are predicted by every model
+        first = options.segments_before + 1 - num_segments  # so every model predicts the same segments
         losses_nSL, _ = paired_losses(model, [self.held_out[first * length :]], num_segments, length)
         return losses_nSL
 
@@ -160,10 +155,8 @@ class Memory(Study[Trained]):
             return random
         trained = self.inputs / f"first-{seed}"
         if not trained.exists():
-            recipe = self._recipe(
-                f"first-{seed}", {"kind": "stock", "source": str(random)}, self.options.segments,
-                self.options.first_steps, seed,
-            )  # fmt: skip
+            model, steps = {"kind": "stock", "source": str(random)}, self.options.first_steps
+            recipe = self._recipe(f"first-{seed}", model, self.options.segments, steps, seed)
             train_alone(recipe)
             make_once(trained, partial(_copy_model, recipe.output))
             remove_checkpoints(recipe.output)
@@ -180,9 +173,8 @@ class Memory(Study[Trained]):
         first = self.first(item.seed)
         if item.memory not in ("transformer_xl", "sliding_window"):
             return first
-        return make_once(
-            self.inputs / f"start-{item.memory}-{item.seed}", partial(self._write_start, item.memory, first)
-        )
+        start = self.inputs / f"start-{item.memory}-{item.seed}"
+        return make_once(start, partial(self._write_start, item.memory, first))
 
     def _write_start(self, memory: str, first: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(first)

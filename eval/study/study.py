@@ -25,7 +25,7 @@ class Experiment(Task[Item]):
 
 
 class Study(Experiment[Item]):
-    """A record has the `curve` of a training, its losses by validation, and the trained model's measurements."""
+    """Trains a model for each item. A record has `curve`, the losses by validation, and the model's measurements."""
 
     def __init__(self, options: Any, output: Path):
         check_one_gpu()
@@ -47,5 +47,5 @@ class Study(Experiment[Item]):
 
 
 def select(models: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-    """Returns the results with these values."""
+    """Returns the results whose fields have these values."""
     return [model for model in models if all(model[name] == value for name, value in fields.items())]

@@ -1,7 +1,7 @@
 """The evaluations by name. Classes are imported only when used, because that loads torch."""
 
-import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -59,26 +59,14 @@ def with_former_models(options: Any, records: Path) -> Any:
 
 
 def run_task(kind: str, options: Any, output: Path) -> dict[str, Any] | None:
-    """Runs one evaluation on `options.ranks` processes, or as one of a launcher's processes.
-
-    Returns the contents of KIND.json; None in any process of a launcher except the first.
-    """
-    from ..ranks import call_on_ranks, check_ranks, join
-    from ..runner import measure_share, run
+    """Runs one evaluation: see `condense.eval.runner.run_on_ranks`."""
+    from ..ranks import check_ranks
+    from ..runner import run_on_ranks
 
     check_ranks(options.ranks, options.device_map)
     options = with_former_models(options, output / f"{kind}.records.jsonl")
-    if options.ranks > 1:
-        call_on_ranks(options.ranks, run_task, kind, replace(options, ranks=1), output)
-        return json.loads((output / f"{kind}.json").read_text(encoding="utf-8"))
-    ranks, task_class = join(), find_task(kind)
-    if ranks is None or ranks.is_first:
-        return run(task_class.load(options), output, ranks)
-    try:
-        task = task_class.load(options)
-        settings = task.settings()
-    except (ValueError, OSError):
-        ranks.accepted()  # exits if the first process refuses too, so that only one prints the error
-        raise
-    measure_share(task, ranks, ranks.pending(settings))
-    return None
+    return run_on_ranks(partial(_load, kind), kind, options, output)
+
+
+def _load(kind: str, options: Any, output: Path) -> Any:
+    return find_task(kind).load(options)

@@ -25,7 +25,7 @@ CELLS = 128  # of a map, along a segment; longer segments are averaged in blocks
 def queries_and_keys(
     model: Any, ids_N: torch.Tensor, segment_length: int, layers: Sequence[int], segments: Sequence[int]
 ) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-    """Holds by (layer, segment) the segment's queries [H, T, E] and all keys [G, K, E] that its last query sees.
+    """Returns by (layer, segment) the segment's queries [H, T, E] and all keys [G, K, E] that its last query sees.
 
     Both are rotated. The last 2T keys belong to the segment before and the segment itself.
     """
@@ -104,7 +104,7 @@ def scaled_map(score_Tk: torch.Tensor) -> dict[str, Any]:
     spread = (high - low).clamp(min=torch.finfo(score_Tk.dtype).tiny)
     scaled_T2T = ((score_Tk - low) / spread).masked_fill(~visible_Tk, nan).unflatten(1, (2, length))
     block = -(-length // CELLS)
-    rest = -length % block  # pads each half separately, so that no block crosses the border
+    rest = -length % block  # pads each half separately, so no block crosses the border
     padded = F.pad(scaled_T2T, (0, rest, 0, 0, 0, rest), value=nan)
     cells = padded.unflatten(2, (-1, block)).unflatten(0, (-1, block)).nanmean((1, 4)).flatten(1).tolist()
     return {"block": block, "scores": [[None if value != value else round(value, 4) for value in row] for row in cells]}

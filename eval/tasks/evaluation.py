@@ -17,7 +17,6 @@ from ..models import EvaluatedModel, generate, load_models, split_name
 from ..options import Options as BaseOptions
 from ..options import stored
 from ..overview import Figure, remark_of
-from ..positions import mark
 from ..results import Table, some_table
 from ..runner import Results, Task
 
@@ -119,5 +118,5 @@ def check_chat(chat: Sequence[str], models: Sequence[str]) -> None:
 
 def shown_name(name: str, results: dict[str, Any]) -> str:
     """Returns the name of a model in tables and pictures of results."""
-    remarks = ["chat"] if name in results.get("chat", ()) else []
-    return mark(name, results.get("positions_exceeded", {}), remarks)
+    found = remark_of(name, results, "chat")
+    return f"{name} ({found})" if found else name

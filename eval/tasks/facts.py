@@ -26,15 +26,15 @@ from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
 GUESSED = "unguessed_correct", "unguessed_total", "others_said", "others_total"  # of a record, see `Facts`
-SEED = 2**41  # added to the seed of the prompts: so the texts differ from training and its validation
+SEED = 2**41  # added to the seed of the prompts, so texts differ from training and its validation
 
 
 class Facts(Grid):
-    """The answer must be exactly the tokens of the right word.
+    """Counts an answer as right if it is exactly the tokens of the right word.
 
-    `guess` is the last word of the right sort in the facts that the question does not name. A record counts the
-    prompts with another answer, `unguessed_total`, and the right answers to them, `unguessed_correct`. Of the other
-    prompts, `others_total` have another such word, and the model says one in `others_said`.
+    `guess` is the last word of the right sort in the facts that the question does not name. A record counts the prompts
+    whose answer is a different word, `unguessed_total`, and the right answers to them, `unguessed_correct`. Of the
+    prompts whose answer is `guess`, `others_total` have a further such word, and the model says one in `others_said`.
 
     Raises `ValueError` for lengths too short for the facts, a tokenizer that does not know their words, or data without
     text.
@@ -146,17 +146,15 @@ def tracked(
     """Returns the share of texts in which a model knows who did what, with a 95 % interval.
 
     Suppose a model knows it in a share t of the texts and says a random word except `guess` in a share c. If `guess` is
-    wrong, that word is right in a share `other`, so u = t + c other of the answers are right. If `guess` is right, c of
-    the answers are another word. So t = u - c other. This is 0 for random answers without knowledge, and up to about
-    0.15 c more if the model prefers some words. Distances to the bounds combine those of c and u (Wilson) as squares.
+    wrong, that word is right in a share `other`, so u = t + c other of the answers are right. If `guess` is right, a
+    share c of the answers is wrong. So t = u - c other. This is 0 for random answers without knowledge, and up to about
+    0.15 c more if the model prefers some words. Wilson's distances to the bounds of c and u are combined as squares.
     """
     said, right = others_said / others_total, unguessed_correct / unguessed_total
     (said_low, said_high), (low, high) = wilson(others_said, others_total), wilson(unguessed_correct, unguessed_total)
     share = right - said * other
-    below, above = (
-        math.hypot(right - low, other * (said_high - said)),
-        math.hypot(high - right, other * (said - said_low)),
-    )
+    below = math.hypot(right - low, other * (said_high - said))
+    above = math.hypot(high - right, other * (said - said_low))
     return share, share - below, share + above
 
 

@@ -17,7 +17,7 @@ from ..runner import Results
 from ..statistics import wilson
 from .evaluation import Evaluation, figure_of, shown_name
 
-LINE_STYLES = ("-", "--", "-.")  # in turn, so that overlapping lines remain visible
+LINE_STYLES = ("-", "--", "-.")  # in turn, so overlapping lines remain visible
 PROMPT_TOKENS = 2**25  # in all prompts of a batch, as integers in memory
 
 
@@ -54,10 +54,8 @@ class Grid(Evaluation[Batch]):
         """Returns the name of a row in a picture."""
 
     def settings(self) -> dict[str, Any]:
-        found = super().settings()
-        if found.get("cell_tokens") is None:  # for measurements that are older than this option
-            found.pop("cell_tokens", None)
-        return found
+        # Measurements that are older than the option `cell_tokens` have no such field.
+        return {name: value for name, value in super().settings().items() if (name, value) != ("cell_tokens", None)}
 
     def items(self) -> list[Batch]:
         options = self.options
@@ -71,7 +69,7 @@ class Grid(Evaluation[Batch]):
         ]
 
     def _num_prompts(self, length: int) -> int:
-        """Returns the settings of a cell."""
+        """Returns the number of prompts of a cell."""
         most, allowed = self.options.num_prompts, self.options.cell_tokens
         return most if allowed is None else min(most, max(1, allowed // length))
 
@@ -124,7 +122,7 @@ class Grid(Evaluation[Batch]):
             if title:
                 panels[0, 0].figure.suptitle(title, fontsize=10)
             for axes, model in zip(panels[:, 0], models, strict=True):
-                cls._heat_map(axes, model["name"], results, lengths, rows, "%" if title else "% correct")
+                cls._heat_map(axes, model["name"], results, "%" if title else "% correct")
 
     @classmethod
     def _lines(cls, accuracy: Any, state: Any, results: Results) -> None:
@@ -157,15 +155,8 @@ class Grid(Evaluation[Batch]):
         accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
     @classmethod
-    def _heat_map(
-        cls,
-        axes: Any,
-        name: str,
-        results: Results,
-        lengths: Sequence[int],
-        rows: Sequence[Any],
-        unit: str = "% correct",
-    ) -> None:
+    def _heat_map(cls, axes: Any, name: str, results: Results, unit: str) -> None:
+        lengths, rows = results["lengths"], results[f"{cls.row}s"]
         grid = np.full((len(rows), len(lengths)), np.nan)
         for cell in results["cells"]:
             if cell["model"] == name and cell["length"] in lengths:
@@ -203,8 +194,8 @@ def count_cells(
 ) -> list[dict[str, Any]]:
     """Returns cells from the records of batches; a cell's batches follow each other and count `correct` of `total`.
 
-    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %) and the `state_bytes` of a prompt. It has
-    the model's number of positions if its text is longer.
+    A cell has its `accuracy` with the bounds `low` and `high` (Wilson, 95 %) and the `state_bytes` of a prompt. If its
+    text is longer than the model has positions, it also has their number.
     """
     cells = []
     for cell, batches in groupby(measured, lambda pair: cell_of(*pair)):

@@ -36,7 +36,7 @@ SEGMENTS = (2, 4, 6)  # as in figure 10
 
 
 def _lengths_or_0(text: str) -> list[int]:
-    """Parses as `numbers` does, with 0 for no length."""
+    """Parses numbers like `numbers`; 0 is allowed, and means no length."""
     return [0 if part.strip() == "0" else numbers(part)[0] for part in text.split(",")]
 
 
@@ -55,8 +55,7 @@ PromptSeed = Annotated[int, Option("Seed of the prompts.", min=0)]
 AnyAttention = Annotated[str, Option(ATTENTION_HELP, may_change=True, check=check_attention)]
 BadDocuments = Literal["refuse", "skip"]
 LongestTrained = Annotated[
-    int | None,
-    Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True),
+    int | None, Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True)
 ]
 Chat = Annotated[
     Sequence[str],
@@ -65,10 +64,22 @@ Chat = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class PasskeyOptions(Options):
-    """Retrieval of a number hidden in long text, by length and depth (figure 8)."""
+class EvaluationOptions(Options):
+    """The models of an evaluation, and how they are loaded and run."""
+
+    listed_last = ("ranks", "device_map", "dtype", "attention")
 
     models: Models
+    ranks: Ranks = 1
+    device_map: DeviceMap = None
+    dtype: Dtype = "auto"
+    attention: Attention = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasskeyOptions(EvaluationOptions):
+    """Retrieval of a number hidden in long text, by length and depth (figure 8)."""
+
     chat: Chat = ()
     lengths: Lengths = LENGTHS
     depths: Annotated[Sequence[float], Option("Percentages of the text before the key.", spelling=PERCENTAGES)] = DEPTHS
@@ -78,17 +89,13 @@ class PasskeyOptions(Options):
     num_digits: Annotated[int, Option("Digits of a key.", flags=("--digits",), min=1)] = 4
     seed: PromptSeed = 0
     longest_trained: LongestTrained = None
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
     attention: AnyAttention = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecallOptions(Options):
+class RecallOptions(EvaluationOptions):
     """Recall of key-value pairs in long text, by their number and the length: how much the memory holds."""
 
-    models: Models
     pairs: Annotated[
         Sequence[int], Option("Keys in a text, one of which is asked for.", spelling=NUMBERS, may_change=True)
     ] = (1, 2, 4, 8, 16, 32)
@@ -116,9 +123,6 @@ class RecallOptions(Options):
     ] = 0.5
     num_prompts: NumPrompts = 100
     seed: PromptSeed = 0
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
     attention: AnyAttention = "auto"
 
     def __post_init__(self) -> None:
@@ -130,10 +134,9 @@ class RecallOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FactsOptions(Options):
+class FactsOptions(EvaluationOptions):
     """Questions about facts in long text, by length and kind."""
 
-    models: Models
     lengths: Lengths = (1024, 8192, 65536)
     kinds: Annotated[
         Sequence[str], Option("Kinds of questions, separated by commas.", spelling=NAMES, may_change=True)
@@ -148,9 +151,6 @@ class FactsOptions(Options):
     cell_tokens: CellTokens = None
     seed: PromptSeed = 0
     longest_trained: LongestTrained = None
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
     attention: AnyAttention = "auto"
 
     def __post_init__(self) -> None:
@@ -159,10 +159,9 @@ class FactsOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityOptions(Options):
+class PerplexityOptions(EvaluationOptions):
     """Loss by the number of segments before and by position in the segment: the memory's gain, and its reach."""
 
-    models: Models
     data: Annotated[Sequence[str], Option("Texts: a file or glob pattern, .txt, .jsonl or .parquet.")]
     text_field: TextField = "text"
     num_segments: Annotated[
@@ -188,17 +187,12 @@ class PerplexityOptions(Options):
         ),
     ] = CURVES
     batch_size: Annotated[int, Option("Windows in a batch.", flags=("--batch",), min=1)] = 8
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
-    attention: Attention = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SummarizationOptions(Options):
+class SummarizationOptions(EvaluationOptions):
     """ROUGE of summaries, by length of the document (table II, figures 9, 11, 12)."""
 
-    models: Models
     chat: Chat = ()
     data: Annotated[str, Option("cnn_dailymail, booksum, scitldr, or a .jsonl or .parquet file.")]
     text_field: Annotated[
@@ -222,17 +216,12 @@ class SummarizationOptions(Options):
     new_tokens: Annotated[int, Option("Tokens of a summary, at most.", min=1)] = 256
     batch_size: Annotated[int, Option("Documents in a batch.", flags=("--batch",), min=1)] = 8
     seed: Annotated[int, Option("Seed of the sampling.", min=0)] = 0
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
-    attention: Attention = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswersOptions(Options):
+class AnswersOptions(EvaluationOptions):
     """Answers to prompts of your own: a file with a prompt and the right answer in each line."""
 
-    models: Models
     chat: Chat = ()
     data: Annotated[Sequence[str], Option("Prompts and answers: a .jsonl or .parquet file or glob pattern.")]
     prompt_field: Annotated[str, Option("Field of the prompt; a.b is the field b of the object a.")] = "prompt"
@@ -249,24 +238,18 @@ class AnswersOptions(Options):
     ] = "refuse"
     new_tokens: Annotated[int, Option("Tokens of an answer, at most.", min=1)] = 32
     batch_size: Annotated[int, Option("Prompts in a batch.", flags=("--batch",), min=1)] = 8
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
-    attention: Attention = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteOptions(Options):
+class SuiteOptions(EvaluationOptions):
     """RULER, BABILong, LongBench v2, InfiniteBench and GraphWalks of lm-evaluation-harness, by task and length."""
 
-    models: Models
     benchmarks: Annotated[
         Sequence[str],
         Option("Benchmarks, or single tasks of them, separated by commas.", spelling=NAMES, may_change=True),
     ] = ("ruler", "babilong", "longbench2", "infinitebench", "graphwalks")
     lengths: Annotated[
-        Sequence[int],
-        Option("Tokens; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
+        Sequence[int], Option("Tokens; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True)
     ] = SUITE_LENGTHS
     num_prompts: Annotated[
         int | None,
@@ -275,20 +258,14 @@ class SuiteOptions(Options):
     batch_size: Annotated[int, Option("Prompts in a batch.", flags=("--batch",), min=1, may_change=True)] = 1
     seed: Annotated[int, Option("Seed of the samples that RULER generates.", min=0)] = 0
     samples: Annotated[
-        str | None,
-        Option("Folder where RULER's samples are kept; default condense/ruler in HF_HOME.", may_change=True),
+        str | None, Option("Folder where RULER's samples are kept; default condense/ruler in HF_HOME.", may_change=True)
     ] = None
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
-    attention: Attention = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(Options):
+class AttentionOptions(EvaluationOptions):
     """Scores before softmax over memory and current segment, and the share of attention on the memory (figure 10)."""
 
-    models: Models
     text: Annotated[
         str,
         Option(
@@ -307,15 +284,10 @@ class AttentionOptions(Options):
         ),
     ] = None
     segments: Annotated[
-        Sequence[int],
-        Option("Segments of the queries, counted from 0; segment 0 has no memory.", spelling=INDICES),
+        Sequence[int], Option("Segments of the queries, counted from 0; segment 0 has no memory.", spelling=INDICES)
     ] = SEGMENTS
     heads: Annotated[
         Sequence[int], Option("Heads from 0 that get their own maps beside the average of all.", spelling=INDICES)
     ] = ()
     segment_length: SegmentLength = 512
     text_field: TextField = "text"
-    ranks: Ranks = 1
-    device_map: DeviceMap = None
-    dtype: Dtype = "auto"
-    attention: Attention = "auto"

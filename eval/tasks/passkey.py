@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -52,15 +53,11 @@ class Passkey(Grid):
         for _ in range(item.first):  # a cell's prompts are drawn one after another, however they are batched
             prompts.batch(1, item.length, generator, item.row)
         passkeys = prompts.batch(item.size, item.length, generator, item.row)
-        chat, find_number, new_tokens = (
-            item.model.name in self.options.chat,
-            first_number,
-            passkeys.answer_ids_BA.shape[1],
-        )
-        ending: dict[str, Any] = {}  # the text after the key is not asked for
+        chat, ending = item.model.name in self.options.chat, dict[str, Any]()
+        find_number, new_tokens = first_number, passkeys.answer_ids_BA.shape[1]  # the text after the key isn't needed
         if chat:
             find_number, new_tokens = stated_number, CHAT_TOKENS
-            ending = {"eos_token_id": sorted(end_tokens(model, tokenizer, chat)) or None}
+            ending["eos_token_id"] = sorted(end_tokens(model, tokenizer, chat)) or None
         found_BN, state = complete(item.model, passkeys.prompt_ids_BN, new_tokens, **ending)
         answers = zip(tokenizer.batch_decode(found_BN), passkeys.keys, strict=True)
         correct = sum(find_number(answer) == key for answer, key in answers)
@@ -96,12 +93,7 @@ class Passkey(Grid):
 
 def first_number(answer: str) -> str:
     """Returns the digits at the start of an answer; tokenizers may put spaces between them."""
-    digits = ""
-    for character in "".join(answer.split()):
-        if not character.isdigit():
-            break
-        digits += character
-    return digits
+    return "".join(takewhile(str.isdigit, "".join(answer.split())))
 
 
 def stated_number(answer: str) -> str:

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Recall(Evaluation[Batch]):
-    """The decoded answer must begin with the value of the key asked for, or with all its values in order.
+    """Counts an answer as right if it begins with the value of the key asked for, or with all its values in order.
 
     A record counts the `correct` ones of `total` answers; `state_bytes` is the state at the end of one prompt. For a
     folded model, `by_segments` has lines with a number of segments from the pair to the answer, and `correct` and
@@ -122,11 +122,10 @@ class Recall(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """Returns the capacities."""
         return [
             Figure(
                 line["model"],
-                f"recall, {line['form']}, {_tokens(line['length'])} [pairs]",
+                f"recall, {line['form']}, {_shown(line['length'], ' tokens')} [pairs]",
                 line["pairs"],
                 sign=line["bound"],
                 remark=remark_of(line["model"], results),
@@ -286,9 +285,5 @@ def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], 
     return {(cell["pairs"], cell["length"]): cell for cell in cells}
 
 
-def _shown(length: int) -> str:
-    return f"{length:,}" if length else "no filler"
-
-
-def _tokens(length: int) -> str:
-    return f"{length:,} tokens" if length else "no filler"
+def _shown(length: int, unit: str = "") -> str:
+    return f"{length:,}{unit}" if length else "no filler"

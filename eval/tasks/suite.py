@@ -120,7 +120,6 @@ class Suite(Evaluation[Cell]):
                 self._check_room(cell, task, self._documents(cell, task)[0])
 
     def reader_of(self, evaluated: EvaluatedModel) -> Any:
-        """Returns the harness's wrapper of the model."""
         if evaluated.name != self._reader[0]:
             self._reader = ("", None)  # before the next model is loaded
             reader = StockLM if evaluated.segment_length is None else CondenseLM

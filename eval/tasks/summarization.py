@@ -7,7 +7,7 @@ models decode alike.
 
 `corpus` reads the documents and `rouge` is the metric. All models get the same documents in the same batches. Buckets
 (low <= tokens < high) go by a document's own tokens, without the prompt's frame. The first model's tokenizer counts
-them, so that the rows of a table compare the same documents.
+them, so the rows of a table compare the same documents.
 
 Axes: B rows, N columns of the prompts.
 """
@@ -108,7 +108,6 @@ class Summarization(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        """Returns the ROUGE over all documents."""
         return [
             Figure(
                 cell["model"],
@@ -200,7 +199,6 @@ def summarize(
 
 
 def prompt_of(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Returns the tokens of the summary prompt for a text."""
     return chat_ids(tokenizer, prompt_text(text)) if chat else prompt_ids(tokenizer, text)
 
 

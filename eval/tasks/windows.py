@@ -114,7 +114,7 @@ def window_losses(
 def segment_losses(model: Any, ids_WN: torch.Tensor, segment_length: int) -> np.ndarray:
     """Returns cross-entropies [W, S, L] in nats of tokens 1 to S * L of texts [W, S * L + 1].
 
-    The model reads texts segment by segment, so that only one segment's logits are in memory. Models that can't read in
+    The model reads texts segment by segment, so only one segment's logits are in memory. Models that can't read in
     parts read each text in one call.
     """
     if not reads_in_parts(model):

@@ -1,4 +1,4 @@
-"""What tests of measurements share: commands, folded checkpoints, stopped measurements, models that follow a rule."""
+"""Helpers of measurement tests: commands, folded checkpoints, stopped measurements, models that follow a rule."""
 
 from types import SimpleNamespace
 
@@ -11,14 +11,14 @@ from condense import CondenseForCausalLM
 
 
 def command(*words):
-    """What `condense WORDS` prints."""
+    """Returns what `condense WORDS` prints."""
     done = CliRunner().invoke(condense.cli.app, list(map(str, words)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
 
 def save_folded(stock, folder, segment_length):
-    """A checkpoint folded without training, with its tokenizer."""
+    """Writes a checkpoint folded without training, with its tokenizer, and returns its folder."""
     CondenseForCausalLM.from_pretrained(stock, segment_length=segment_length).save_pretrained(folder)
     AutoTokenizer.from_pretrained(stock).save_pretrained(folder)
     return folder
@@ -29,13 +29,6 @@ def stop_within(path, number, characters=20):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:number]) + lines[number][:characters])
     return lines
-
-
-def noted(monkeypatch, owner, name="measure"):
-    """The arguments of the calls of a method from now on."""
-    calls, real = [], getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *given, **named: calls.append((given, named)) or real(*given, **named))
-    return calls
 
 
 class Writer:

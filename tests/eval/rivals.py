@@ -1,11 +1,8 @@
 """Tiny causal models of transformers with random weights, of the kinds that folded models are compared with."""
 
-import shutil
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from condense import CondenseForCausalLM
 from condense.training.data.fact_kinds import all_texts
 from condense.training.data.passkey import PASSKEY_TEXTS
 from condense.training.data.recall import RECALL_TEXTS
@@ -47,7 +44,7 @@ def rival_tokenizer():
 
 
 def rival(name, tokenizer, **changed):
-    """Weights are larger than random ones are, so that texts before a token matter to it."""
+    """Makes a model whose weights are larger than usual, so the text before a token matters to it."""
     torch.manual_seed(0)
     special = {field: getattr(tokenizer, field) for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = AutoConfig.for_model(name, vocab_size=len(tokenizer), **special, **RIVALS[name] | changed)
@@ -61,11 +58,4 @@ def rival(name, tokenizer, **changed):
 def save_rival(folder, name, tokenizer, **changed):
     rival(name, tokenizer, **changed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
-
-
-def save_folded(folder, source, segment_length=16):
-    """A stored Llama and its tokenizer, folded."""
-    shutil.copytree(source, folder, dirs_exist_ok=True)
-    CondenseForCausalLM.from_pretrained(source, segment_length=segment_length).save_pretrained(folder)
     return folder

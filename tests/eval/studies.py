@@ -1,4 +1,4 @@
-"""What the tests of studies share, whose models are trained by the real trainer."""
+"""Helpers of the tests of studies, whose models are trained by the real trainer."""
 
 import json
 

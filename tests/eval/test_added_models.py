@@ -1,4 +1,4 @@
-"""A model may be added to a measurement: it alone is measured, and stands beside the ones before."""
+"""A measurement goes on where it was stopped, and a model may be added to it: only what is missing is measured."""
 
 import json
 import shutil
@@ -9,7 +9,9 @@ from condense.eval.tasks import evaluate, find_task
 from condense.training.data.passkey import PASSKEY_TEXTS
 
 from ..chat_models import save_chat_model
-from .rivals import rival_tokenizer, save_folded, save_rival
+from .measuring import save_folded, stop_within
+from .rivals import rival_tokenizer, save_rival
+from .tasks.documents import TEXT, write_lines
 from .test_neutral_decoding import MEASUREMENTS, options_of
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
-    save_folded(root / "folded", save_rival(root / "llama", "llama", tokenizer))
+    save_folded(save_rival(root / "llama", "llama", tokenizer), root / "folded", 16)
     save_rival(root / "mamba", "mamba", tokenizer)
     return root
 
@@ -39,6 +41,24 @@ def test_one_after_another_gives_what_all_at_once_give(kind, folders, tmp_path, 
     assert found == whole
     files = [(tmp_path / name / f"{kind}.records.jsonl").read_text().splitlines()[1:] for name in ("whole", "added")]
     assert sorted(files[0]) == sorted(files[1])
+
+
+@pytest.mark.parametrize("kind", [*MEASUREMENTS, "attention"])
+def test_a_stopped_measurement_goes_on(kind, folders, tmp_path, noted):
+    if kind == "attention":
+        text = write_lines(tmp_path / "text.jsonl", [{"text": f"{TEXT} " * 4}])
+        options = {"text": str(text), "segments": (1,), "segment_length": 16}
+    else:
+        options = options_of(kind, tmp_path)
+    options |= {"models": [str(folders / "folded"), str(folders / "llama")]}
+    whole, records = evaluate(kind, tmp_path, **options), tmp_path / f"{kind}.records.jsonl"
+    stored, calls = records.read_text(), noted(find_task(kind), "measure")
+    # Cut off between two lines, within a line, and within the settings.
+    for number, characters in ((2, 0), (2, 20), (0, 40)):
+        calls.clear()
+        missing = stop_within(records, number, characters)[max(number, 1) :]
+        assert evaluate(kind, tmp_path, **options) == whole
+        assert len(calls) == len(missing) and records.read_text() == stored
 
 
 def test_a_chat_model_stays_one(folders, tmp_path):

@@ -44,7 +44,7 @@ def random_ids(model, *shape):
 
 @torch.no_grad()
 def greedy(model, ids_N, num_new=NEW):
-    """What follows a text, each token by a pass over all before it."""
+    """Returns what follows a text, each token by a pass over all before it."""
     for _ in range(num_new):
         ids_N = torch.cat([ids_N, model(ids_N[None], use_cache=False).logits[0, -1].argmax()[None]])
     return ids_N[-num_new:]

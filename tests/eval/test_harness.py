@@ -1,4 +1,4 @@
-"""The harness gets from a folded model what the model says of each text alone, whatever the batch and the chunks."""
+"""The harness gets from a folded model what the model gives for each single text, whatever the batch and the chunks."""
 
 import json
 import math
@@ -33,7 +33,7 @@ from condense.eval.harness import CondenseLM
 from condense.training.small_llama import small_llama, word_tokenizer
 
 from ..refusals import assert_refused
-from .rivals import save_folded
+from .measuring import save_folded
 
 TEXT = "a cat sat on the mat and saw two dogs run far away from one old red house by the sea . , : ?"
 WORDS = TEXT.split()
@@ -46,7 +46,7 @@ def words(number, seed=0):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A Llama with large random weights that says it was trained for 16 tokens, folded at 5 and at 200 tokens."""
+    """Writes a Llama with large weights that says it was trained for 16 tokens, and folds it at 5 and at 200 tokens."""
     logging.disable_progress_bar()
     root = tmp_path_factory.mktemp("models")
     tokenizer = word_tokenizer([TEXT])
@@ -60,7 +60,7 @@ def folders(tmp_path_factory):
     llama.save_pretrained(root / "llama")
     tokenizer.save_pretrained(root / "llama")
     for name, length in {"folded": LENGTH, "wide": 200}.items():
-        save_folded(root / name, root / "llama", length)
+        save_folded(root / "llama", root / name, length)
     return root
 
 
@@ -95,7 +95,7 @@ def own(folders):
 
 @pytest.fixture(scope="module")
 def pairs(own):
-    """Contexts of 0 to 23 tokens, some asked several times, with continuations of 1 to 17 tokens."""
+    """Returns contexts of 0 to 23 tokens, some asked several times, with continuations of 1 to 17 tokens."""
     found = [(words(size, 1), words(scored)) for size, scored in [(0, 4), (1, 1), (4, 7), (5, 17), (6, 5), (23, 2)]]
     found += [(words(11, 2), words(scored, 3)) for scored in (1, 6, 12)]
     found += [(words(13, 4), own.greedy(words(13, 4), 8))]  # the only one that is greedy
@@ -140,7 +140,7 @@ def test_a_document_is_one_text_of_any_length(folders, own, batch_size, monkeypa
 
 @pytest.fixture(scope="module")
 def written(own):
-    """What the model writes after each prompt."""
+    """Returns what the model writes after each prompt."""
     return {prompt: own.greedy(prompt, 12) for prompt in (words(size, 6) for size in (3, 5, 29, 17, 10, 9))}
 
 
@@ -256,7 +256,7 @@ metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bit
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory, own):
-    """A folder of three tasks, and the results that follow from what the model says."""
+    """Returns a folder of three tasks, and the results that follow from what the model says."""
     root = tmp_path_factory.mktemp("tasks")
     docs = {"choice": [], "writing": [], "document": [{"text": words(size, 9)} for size in (40, 6, 17)]}
     for size in (3, 19, 31, 8, 12):
@@ -308,7 +308,7 @@ def test_tasks_of_local_files(folders, tasks, batch_size):
 
 @pytest.fixture(scope="module")
 def without_own_tasks(tmp_path_factory):
-    """A folder for PYTHONPATH with the installed harness, less its own tasks: to read their 14,000 files takes 12 s."""
+    """Makes a folder for PYTHONPATH with the harness without its own tasks: to read their 14,000 files takes 12 s."""
     installed, root = Path(lm_eval.__file__).parent, tmp_path_factory.mktemp("harness")
     for source, folder, taken in (
         (installed, root / "lm_eval", lambda path: path.name != "tasks"),

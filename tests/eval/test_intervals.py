@@ -6,7 +6,7 @@ from condense.eval.intervals import LINEAR, LOGIT, band, interval
 
 
 def test_a_band_has_the_interval_of_its_scale():
-    """Of numbers of evaluations too, which are no shares."""
+    """Numbers of evaluations, which are not shares, have one too."""
     for curves, scale, bands in (
         ([[14.0, 20.0], [20.0, 26.0]], LINEAR, 1),
         ([[0.2, 0.4], [0.3, 0.6]], LOGIT, 1),

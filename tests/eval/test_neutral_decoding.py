@@ -48,10 +48,10 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 @pytest.fixture(scope="module", params=["llama", "folded", "mamba"])
 def pair(request, tmp_path_factory):
-    """Two checkpoints of the same weights: one asks for nothing, the other for everything."""
+    """Writes two checkpoints of the same weights: one asks for nothing, the other for everything."""
     root, tokenizer = tmp_path_factory.mktemp(request.param), rival_tokenizer()
     for name in ("plain", "hostile"):
-        folder = root / name / "model"  # of one name, so that results are equal word for word
+        folder = root / name / "model"  # of one name, so results are equal word for word
         save_rival(folder, "mamba" if request.param == "mamba" else "llama", tokenizer)
         if request.param == "folded":
             CondenseForCausalLM.from_pretrained(folder, segment_length=16).save_pretrained(folder)
@@ -64,7 +64,7 @@ def pair(request, tmp_path_factory):
 
 
 def both(pair, tmp_path, kind, **options):
-    """The records of both."""
+    """Returns the records of both."""
     found = []
     for name in ("plain", "hostile"):
         evaluate(kind, tmp_path / name, models=[str(pair / name / "model")], **options)
@@ -83,7 +83,7 @@ MEASUREMENTS = {
 
 
 def options_of(kind, tmp_path):
-    """Those above, and the data that some need."""
+    """Returns the options above, and the data that some need."""
     if kind not in ("perplexity", "summarization"):
         return MEASUREMENTS[kind]
     data = str(write_lines(tmp_path / "data.jsonl", made_documents(3)))

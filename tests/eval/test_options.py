@@ -49,7 +49,7 @@ class Example(Options):
 
 
 def given_to(arguments, options=Example):
-    """The options that a command line gives, and what it prints."""
+    """Returns the options that a command line gives, and what it prints."""
     found = []
     app = typer.Typer()
     app.command()(cli.command(options, lambda given, output: found.append((given, output)), "example"))
@@ -94,7 +94,7 @@ def command_of(name):
 
 
 def parameters_of(name):
-    """Those of a command as click sees them, without --help."""
+    """Returns the parameters of a command as click sees them, without --help."""
     app = typer.Typer(add_completion=False)
     app.command()(command_of(name))
     return [one for one in typer.main.get_command(app).params if one.name != "help"]

@@ -118,7 +118,7 @@ def test_what_is_not_in_it_is_named(measured):
     left_out = table((folder / "report.html").read_text(), "not in the overview")
     assert {name: row["why"] for name, row in left_out.items()} == {
         "ablation.json": "has no figure by model",
-        "lm_eval/results_2026-01-01T00-00-00.json: one_of_it": "stand for themselves in the section",
+        "lm_eval/results_2026-01-01T00-00-00.json: one_of_it": "are shown only in the section",
         "lm_eval/results_2026-01-02T00-00-00.json": "not a result of lm-evaluation-harness",
         "broken/passkey.json": "KeyError: &#39;lengths&#39;",
     }
@@ -159,7 +159,7 @@ def test_numbers_that_are_not_finite(tmp_path):
 
 
 def test_a_group_whose_score_is_not_finite(tmp_path):
-    """Its tasks have figures, as those of a group without a score."""
+    """Its tasks have figures, like the tasks of a group without a score."""
     scores = {"group": {"acc,none": float("nan")}, "one": {"acc,none": 0.5}}
     run = read_harness(write_scores(tmp_path / "results_1.json", scores, group_subtasks={"group": ["one"]}))
     assert [figure.value for figure in run.figures("m")] == [0.5] and run.not_finite() == ["group, acc"]
@@ -194,7 +194,7 @@ def test_a_task_with_a_figure_that_is_not_a_number(tmp_path):
 
 
 def test_tasks_of_a_group_without_a_score(tmp_path):
-    """They stand for themselves; those of a group with a score are part of it."""
+    """They have figures; tasks of a group with a score are part of its figure."""
     scores = {task: {"acc,none": value} for task, value in {"mmlu": 0.4, "mmlu_law": 0.3, "arc": 0.2}.items()}
     groups = {"mmlu": ["mmlu_law"], "openllm": ["arc"]}
     figures = read_harness(write_scores(tmp_path / "results_1.json", scores, group_subtasks=groups)).figures("m")

@@ -12,7 +12,8 @@ from condense.eval.positions import has_position_table, positions_exceeded
 from condense.eval.tasks import evaluate, find_task
 from condense.eval.tasks.evaluation import shown_name
 
-from .rivals import rival, rival_tokenizer, save_folded, save_rival
+from .measuring import save_folded
+from .rivals import rival, rival_tokenizer, save_rival
 from .tasks.documents import TEXT, made_documents, write_lines
 
 POSITIONS = 100
@@ -23,7 +24,7 @@ def folders(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
     save_rival(root / "llama", "llama", tokenizer, max_position_embeddings=POSITIONS)
     for name, length in {"folded": 16, "wide": 64}.items():
-        save_folded(root / name, root / "llama", length)
+        save_folded(root / "llama", root / name, length)
     save_rival(root / "mamba", "mamba", tokenizer)
     save_rival(root / "gpt2", "gpt2", tokenizer, n_positions=POSITIONS)
     return root
@@ -68,7 +69,7 @@ def test_every_kind_of_measurement_marks_them(folders, tmp_path, capsys):
         results = evaluate(kind, tmp_path, **options)
         tables = "\n".join(map(str, find_task(kind).tables(results)))
         assert "past its 100 positions" in tables and "note: llama" in capsys.readouterr().err, kind
-    # A folded model's own curves are within its positions; that of the stock model of its weights is not.
+    # A folded model's own curves are within its positions; the curve of its weights as a stock model is not.
     assert results["kind"] == "attention"
     perplexity = json.loads((tmp_path / "perplexity.json").read_text())
     rows = find_task("perplexity").tables(perplexity)[0].rows

@@ -41,7 +41,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(models, tmp_path_factory):
-    """The folder that one process writes."""
+    """Returns the folder that one process writes."""
     folder = tmp_path_factory.mktemp("alone")
     evaluate("passkey", folder, models=models, **PASSKEY)
     return folder
@@ -182,7 +182,7 @@ def test_mistakes_are_named(monkeypatch):
     assert_refused("--ranks 2: this machine has 1 GPUs", check_ranks, 2, None)
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert_refused("a launcher has started 4 processes: leave --ranks 2 out", check_ranks, 2, None)
-    assert_refused("condense profile is one process", check_alone, "profile")
+    assert_refused("condense profile runs in one process", check_alone, "profile")
 
 
 def test_two_processes_of_one_machine(models, alone, tmp_path):
@@ -235,6 +235,6 @@ def test_a_killed_process_ends_the_others_and_is_named():
 @pytest.mark.slow
 def test_a_refusal_is_printed_once(models, alone, tmp_path):
     (tmp_path / "passkey.records.jsonl").write_bytes((alone / "passkey.records.jsonl").read_bytes())
-    done = front_door(["-m"], "--model", models[0], "--ranks", "2", "--output", str(tmp_path))
+    done = front_door(["-m"], "--model", models[0], "--digits", "5", "--ranks", "2", "--output", str(tmp_path))
     assert done.returncode == 1 and done.stderr.count("comes from another measurement") == 1
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1

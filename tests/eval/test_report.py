@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Results as the commands write them, made by hand."""
+    """Writes results as the commands do, by hand."""
     folder = tmp_path_factory.mktemp("results")
     cells = [
         {"model": "a <b>", "length": length, "depth": depth, "correct": 3, "total": 4, "accuracy": 0.75, "low": 0.3,
@@ -50,7 +50,7 @@ def test_the_page_stands_alone(folder):
 
 
 def test_each_result_has_its_own_pictures(tmp_path):
-    """`ablation` has one picture, and not those of `ablation_blocks`."""
+    """`ablation` has one picture, without the pictures of `ablation_blocks`."""
     for name in ("ablation", "ablation_blocks"):
         for suffix in (".json", ".png"):
             shutil.copy(RESULTS / "autoregressivity" / f"{name}{suffix}", tmp_path)

@@ -31,7 +31,7 @@ def write_log(folder, lines):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What the pictures show: by the title of the axes, the curves by their labels."""
+    """Returns what the pictures show: by the title of the axes, the curves by their labels."""
     found = {}
 
     @contextmanager

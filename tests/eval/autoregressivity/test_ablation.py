@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from condense.cli import app
-from condense.eval import ranks
 from condense.eval.autoregressivity import training
 from condense.eval.autoregressivity.ablation import Ablation, changes
 from condense.eval.autoregressivity.experiments import EXPERIMENTS, ablate, ablate_all
@@ -300,9 +299,10 @@ def test_processes_share_the_models(tmp_path):
 
 def test_the_command_passes_its_arguments_to_processes(tmp_path, monkeypatch):
     passed = []
-    monkeypatch.setattr(ranks, "call_on_ranks", lambda number, *work: passed.append((number, pickle.dumps(work))))
+    call_on_ranks = "condense.eval.runner.call_on_ranks"
+    monkeypatch.setattr(call_on_ranks, lambda number, *work: passed.append((number, pickle.dumps(work))))
     options = ["--small", "--ranks", "2", "--output", str(tmp_path)]
     done = CliRunner().invoke(app, ["study", "ablations", "sampling", *options])
     assert isinstance(done.exception, FileNotFoundError), done.exception  # the processes write no results here
     ((number, work),) = passed
-    assert number == 2 and pickle.loads(work)[:2] == (ablate, "sampling")
+    assert number == 2 and pickle.loads(work)[2] == "ablation_sampling"

@@ -10,7 +10,7 @@ from condense.eval.benchmark.process import ForkServer
 
 @pytest.fixture(scope="module")
 def one_server():
-    """The grids of a module of tests share one server: its imports take seconds."""
+    """Lets the grids of a module of tests share one server, because its imports take seconds."""
     servers: dict[object, ForkServer] = {}
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
 

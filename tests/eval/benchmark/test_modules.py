@@ -14,7 +14,7 @@ from ..measuring import command
 
 pytestmark = [
     pytest.mark.usefixtures("one_server"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="sizes are those of float32 on a CPU"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="sizes are of float32 on a CPU"),
 ]
 TOKENS, PARAMETERS, FLOAT32 = 256, 102_208, 4
 KINDS = ("folded", "stock")
@@ -60,8 +60,8 @@ def test_modules(points):
 
 
 def test_the_head_with_its_loss(points, llama):
-    """In blocks it keeps a gradient for each hidden state and that of its weights, and frees the last segment's output.
-    In stock models it keeps the logits."""
+    """In blocks it keeps the gradients of its hidden states and of its weights, and frees the last segment's output. In
+    stock models it keeps the logits."""
     vocabulary = json.loads((llama / "config.json").read_text())["vocab_size"]
     heads = {kind: [m for m in points[kind, False]["modules"] if m["module"] == "lm_head"] for kind in KINDS}
     for (head,) in heads.values():

@@ -18,7 +18,7 @@ held: list[bytes] = []
 
 
 def behave(kind: str) -> object:
-    """One function of several behaviours: a server has one function."""
+    """Does one of several things, because a server has one function."""
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "failing":
@@ -64,13 +64,13 @@ def test_a_killed_and_a_failing_call_are_told_apart(server):
     assert not isinstance(failed.value, ProcessKilledError)
     with pytest.raises(RuntimeError) as again:
         server.call("failing")
-    assert str(again.value).count("Traceback") == 1  # of this call alone
+    assert str(again.value).count("Traceback") == 1  # only of this call
     assert server.call("ordinary")["calls"] == 1
 
 
 @pytest.fixture(scope="module")
 def replaced(server, tmp_path_factory):
-    """The processes of a server before and after it is killed, and the folder that the caller is in by then."""
+    """Returns a server's processes before and after it is killed, and the folder that the caller is in by then."""
     folder, before = tmp_path_factory.mktemp("elsewhere"), server.call("ordinary")["parent"]
     os.kill(before, signal.SIGKILL)
     with pytest.raises(ProcessKilledError):
@@ -87,14 +87,14 @@ def test_a_server_that_is_killed_is_replaced(replaced):
 
 
 def test_calls_run_in_the_folder_of_the_caller(server, replaced):
-    """Where a relative path, such as that of snapshots, means the same."""
+    """So a relative path, such as the folder of snapshots, means the same there."""
     *_, folder = replaced
     assert server.call("folder") == str(folder)
 
 
 @pytest.fixture(scope="module")
 def asking():
-    """A fresh process that prints its memory, then the process of a server of its own, and waits for a call of it."""
+    """Starts a process that prints its memory, then the process of its own server, and waits for a call of it."""
     code = """if True:
         import torch
         from tests.eval.benchmark.test_process import ForkServer, behave, resident

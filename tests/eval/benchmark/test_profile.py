@@ -16,7 +16,7 @@ from condense.eval.benchmark.profile_tables import tables
 from condense.eval.benchmark.sources import build, read_models
 
 from ...pictures import is_drawn
-from ..measuring import command, noted, stop_within
+from ..measuring import command, stop_within
 
 pytestmark = pytest.mark.usefixtures("one_server")
 SHAPE = {
@@ -61,10 +61,10 @@ def test_tables_are_printed_and_curves_drawn(results):
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_profile_resumes(llama, results, monkeypatch):
+def test_a_stopped_profile_resumes(llama, results, noted):
     before, _, output = results
     stop_within(output / "profile.records.jsonl", -1, 50)
-    measured = noted(monkeypatch, ForkServer, "call")
+    measured = noted(ForkServer, "call")
     chosen = {"modes": ["training", "decoding"], "lengths": [512], "segments": [64], "optimizer": [False, True]}
     again = profile(output, ProfileOptions(configs=[str(llama)], repeats=2, **chosen))
     assert len(measured) == 1

@@ -20,7 +20,7 @@ from condense.eval.report import write_report
 from condense.execution import EXECUTORS
 
 from ...pictures import is_drawn
-from ..measuring import command, noted, stop_within
+from ..measuring import command, stop_within
 
 # Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segment-length", 20, "--repeats", 3]
@@ -36,7 +36,7 @@ def measured(llama, one_server, tmp_path_factory):
 
 
 def spied(monkeypatch, functions) -> list[str]:
-    """The names of those that are called, as they are."""
+    """Returns the names of the functions that are called, as they are called."""
     seen: list[str] = []
     for name, run in dict(functions).items():
         monkeypatch.setitem(functions, name, lambda *args, name=name, run=run: seen.append(name) or run(*args))
@@ -64,7 +64,7 @@ def model_of(llama, case):
 
 
 class NoMemory:
-    """The tests measure no memory: `ResidentMemory` would limit that of the process of the tests."""
+    """Measures no memory: `ResidentMemory` would limit the memory of the tests' process."""
 
     description = "none"
     now = restart = peak = lambda self: 0
@@ -148,10 +148,10 @@ def test_blocked_attention_is_left_out_where_a_model_drops_out(llama):
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_measurement_resumes(llama, measured, monkeypatch):
+def test_a_stopped_measurement_resumes(llama, measured, noted):
     before, _, output = measured
     stop_within(output / "schedules.records.jsonl", -1, 50)
-    called = noted(monkeypatch, ForkServer, "call")
+    called = noted(ForkServer, "call")
     options = ProfileOptions(configs=[str(llama)], modes=["training"], lengths=[100, 400], segments=[20])
     again = module.schedules(output, options)
     assert len(called) == 1

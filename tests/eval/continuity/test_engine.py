@@ -243,23 +243,15 @@ def test_errors_against_the_densest(rule, kind, words, monkeypatch):
 
 def dialled_reference(model, ids_N, dial):
     """Returns logits [N, V]: every key in memory weighs `dial` and keeps its position."""
-    config, w, remembered, hidden = model.config, weights(model), [None] * model.config.num_hidden_layers, []
-    length = config.segment_length
-    for start in range(0, len(ids_N), length):
-        here = torch.arange(start, min(start + length, len(ids_N)))
-        x_TD = w["model.embed_tokens.weight"][ids_N[here]]
-        for n, memory_LD in enumerate(remembered):
-            layer = {k.split(f"layers.{n}.", 1)[1]: v for k, v in w.items() if f"layers.{n}." in k}
-            context_KD, positions_K, durations_K = x_TD, here.double(), torch.ones(len(here)).double()
-            if memory_LD is not None:
-                context_KD = torch.cat([memory_LD, x_TD])
-                positions_K = torch.cat([torch.arange(start - length, start), here]).double()
-                durations_K = torch.cat([torch.full((length,), dial).double(), durations_K])
-            y_TD = reference.decoder_layer(layer, config, x_TD, context_KD, positions_K, durations_K)
-            remembered[n] = y_TD if config.memory_source == "layer_output" else x_TD
-            x_TD = y_TD
-        hidden.append(reference.rms_norm(x_TD, w["model.norm.weight"], config))
-    return torch.cat(hidden) @ w["lm_head.weight"].T
+    decoder_layer = reference.decoder_layer
+
+    def dialled(layer, config, x_TD, context_KD, positions_K, durations_K):
+        weighed_K = torch.cat([torch.full_like(durations_K[: -len(x_TD)], dial), durations_K[-len(x_TD) :]])
+        return decoder_layer(layer, config, x_TD, context_KD, positions_K, weighed_K)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "decoder_layer", dialled)
+        return reference.reference_logits(weights(model), model.config, ids_N)
 
 
 @pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])

@@ -25,7 +25,7 @@ from condense.eval.continuity.prompts import counting_prompt
 from condense.eval.continuity.questions import questions_tokenizer
 from condense.training.small_llama import small_llama
 
-from ..measuring import noted, save_folded, stop_within
+from ..measuring import save_folded, stop_within
 from .models import check_files, counts_and_adds_tokenizer, first_of, gpt2_reader, llama, probe, shrink_sets
 from .models import options as probe_options
 
@@ -347,27 +347,27 @@ def test_speed_is_measured_once(folder, tmp_path, undrawn, monkeypatch):
     assert nothing["models"][0]["speed"] == {"items": 0} and "time for three items" not in shown
 
 
-def test_a_stopped_probe_goes_on(folder, tmp_path, undrawn, monkeypatch):
+def test_a_stopped_probe_goes_on(folder, tmp_path, undrawn, noted):
     """It is stopped within the items of the second of two models."""
     models = folder / "llama", f"b={folder / 'folded'}"
     whole, _ = probed(tmp_path / "whole", "boolean", *models)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     lines = stop_within(tmp_path / "cut" / "probe_boolean.records.jsonl", 22, -1)
     assert len(lines) == 1 + 2 * 16
-    measured = noted(monkeypatch, Probe)
+    measured = noted(Probe, "measure")
     again, _ = probed(tmp_path / "cut", "boolean", *models)
-    names = [measurement.item.name for (_, measurement), _ in measured]
+    names = [call.arguments[1].item.name for call in measured]
     assert names == [item.name for item in PROBES["boolean"].prompts(probe_options())][5:]
     assert again["models"] == whole["models"]
     same = [(tmp_path / name / "probe_boolean.csv").read_text() for name in ("whole", "cut")]
     assert same[0] == same[1]
 
 
-def test_a_stopped_count_goes_on(folder, tmp_path, undrawn, monkeypatch):
+def test_a_stopped_count_goes_on(folder, tmp_path, undrawn, noted):
     before, _ = probed(tmp_path, "counting", folder / "llama", options=["--limit", 4])
     path = tmp_path / "probe_counting.records.jsonl"
     stop_within(path, len(path.read_text().splitlines()) - 2)
-    measured = noted(monkeypatch, Probe)
+    measured = noted(Probe, "measure")
     again, _ = probed(tmp_path, "counting", folder / "llama", options=["--limit", 4])
     assert len(measured) == 2 and again["models"] == before["models"]
     done = asked("counting", "--model", folder / "llama", "--output", tmp_path, "--limit", 3)

@@ -22,7 +22,7 @@ SMALL = {"segment_lengths": (4,), "total_length": 17, "batch": 4, "steps": 4, "s
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A Llama whose distributions are far from uniform, so that folding costs something."""
+    """Writes a Llama whose distributions are far from uniform, so folding costs something."""
     folder = tmp_path_factory.mktemp("start")
     model = save_small_llama(folder, width=16)
     with torch.no_grad():
@@ -35,7 +35,7 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def few_at_once():
-    """The drawn texts depend on how many are drawn together."""
+    """Draws few texts at once: the drawn texts depend on how many are drawn together."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("condense.training.data.samples.TOKENS_AT_ONCE", 2**9)
         yield

@@ -35,7 +35,7 @@ def compared(tmp_path_factory):
 
 
 def flattened(value, name=""):
-    """The values of nested dictionaries and lists by their path."""
+    """Returns the values of nested dictionaries and lists by their path."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
     if parts is None:
         yield name, value
@@ -102,7 +102,7 @@ def test_models_are_of_their_kind(compared):
 
 @pytest.mark.parametrize("ingredient", ["learned", "folded"])
 def test_figures_are_those_of_the_probes(compared, ingredient):
-    """Of the probes' own run on the trained model."""
+    """Compares with the probes' own run on the trained model."""
     task, _, results = compared
     found = next(model for model in results["models"] if model["ingredient"] == ingredient)
     lm = ContinuousLM(task.load(Trained(ingredient, 0)), "end")

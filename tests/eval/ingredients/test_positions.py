@@ -27,7 +27,7 @@ def ids(rows=2, length=9):
 
 
 def unrotated(stock, embeddings_BND, mask=None):
-    """The stock Llama with all tokens at position 0, where rotary embeddings rotate nothing."""
+    """Returns the stock Llama with all tokens at position 0, where rotary embeddings rotate nothing."""
     zeros = torch.zeros(embeddings_BND.shape[:2], dtype=torch.long)
     mask = torch.ones_like(zeros) if mask is None else mask
     return stock(inputs_embeds=embeddings_BND, position_ids=zeros, attention_mask=mask, use_cache=False).logits

@@ -37,7 +37,7 @@ def compared(tmp_path_factory):
 
 @pytest.fixture
 def changed(compared):
-    """The options above, of which some are changed."""
+    """Returns the options above, of which some are changed."""
     return lambda **fields: MemoryOptions(**vars(compared[0].options) | fields)
 
 
@@ -64,7 +64,7 @@ def test_models_begin_alike_and_differ_in_their_memory(compared):
 
 @pytest.mark.parametrize("memory", ["folded", "sliding_window", "no_memory"])
 def test_losses_are_those_of_a_naive_loop(compared, memory):
-    """Of every held-out segment that has three others before it, with 0 to 3 of them."""
+    """Returns the losses of every held-out segment that has three others before it, with 0 to 3 of them."""
     task, _, results = compared
     model = AutoModelForCausalLM.from_pretrained(task.recipe(Trained(memory, 0)).output).eval()
     text = task.held_out
@@ -121,7 +121,7 @@ def test_models_may_begin_as_one_that_was_trained_without_memory(changed, tmp_pa
 
 
 def test_shares_are_memories_of_their_own(changed, tmp_path):
-    """They begin with the weights of the others; a share of 1 is the fold."""
+    """Models with shares begin with the weights of the others; a share of 1 is the fold."""
     some = {"memories": ("folded", "transformer_xl"), "layers": 2}
     results = run_study(Memory(changed(**some, shares=("1", "0", "0.5")), tmp_path), tmp_path)
     folded, transformer_xl, *shares = [model["loss_by_segments_before"] for model in results["models"]]

@@ -10,7 +10,7 @@ from .documents import write_lines
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A stock and a folded model of equal weights, a text, and texts of which the second is long."""
+    """Writes a stock and a folded model of equal weights, a text, and texts of which the second is long."""
     folder = tmp_path_factory.mktemp("models")
     save_small_llama(folder / "llama", layers=3)
     save_folded(folder / "llama", folder / "folded", 8)

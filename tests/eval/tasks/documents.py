@@ -14,7 +14,7 @@ def write_lines(path, lines):
 
 
 def made_documents(number, seed=0):
-    """Sentences of random length as lists, with two summaries each."""
+    """Returns sentences of random length as lists, with two summaries each."""
     generator = np.random.default_rng(seed)
 
     def sentence(longest):

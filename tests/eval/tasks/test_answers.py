@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @torch.no_grad()
 def said(name):
-    """What a model says after each prompt, each token by a pass over all before it."""
+    """Returns what a model says after each prompt, each token by a pass over all before it."""
     tokenizer = rival_tokenizer()
     model, answers = rival(name, tokenizer), []
     for prompt in PROMPTS:
@@ -45,7 +45,7 @@ def said(name):
 
 
 def test_one_command_measures_a_file_of_prompts(folder, tmp_path):
-    """Nested fields; the answers of Llama are right, but for one."""
+    """Nested fields; the answers of Llama are right, except one."""
     expected = said("llama")
     lines = [
         {"input": {"text": prompt}, "gold": {"answers": [" ".join(answer.split()[1:3]).upper(), "nothing like it"]}}

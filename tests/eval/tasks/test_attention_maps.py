@@ -20,36 +20,33 @@ from condense.eval.tasks.options import AttentionOptions
 from condense.eval.tasks.windows import read_texts
 from tests.condense.models import random_ids, tiny_model, weights
 
+from ...refusals import assert_refused
 from ..measuring import command
 
 LENGTH, SEGMENTS = 5, (1, 3)
 
 
 def reference_scores(model, ids_N):
-    """(layer, segment) to [H, T, 2T], each head by itself, in float64 with positions of the whole text."""
-    config, w, found = model.config, weights(model), {}
-    memory = [None] * config.num_hidden_layers
+    """Returns (layer, segment) to [H, T, 2T]: each head by itself, in float64, from what the reference's layers see."""
+    config, found, decoder_layer = model.config, {}, reference.decoder_layer
     groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
-    for segment in range(len(ids_N) // LENGTH):
-        here = torch.arange(segment * LENGTH, (segment + 1) * LENGTH)
-        x_TD = w["model.embed_tokens.weight"][ids_N[here]]
-        for n in range(config.num_hidden_layers):
-            layer = {k.split(f"layers.{n}.", 1)[1]: v for k, v in w.items() if f"layers.{n}." in k}
-            before = here[:0] if memory[n] is None else here - LENGTH
-            positions_K = torch.cat([before, here]).double()
-            context_KD = x_TD if memory[n] is None else torch.cat([memory[n], x_TD])
-            norm = layer["input_layernorm.weight"]
-            query, key = (
-                reference.linear(layer, f"self_attn.{name}", reference.rms_norm(one, norm, config))
-                for name, one in (("q_proj", x_TD), ("k_proj", context_KD))
-            )
-            queries = [reference.rotate(part, positions_K[-LENGTH:], config) for part in query.split(width, 1)]
-            keys = [reference.rotate(part, positions_K, config) for part in key.split(width, 1)]
-            scored = [one @ keys[h // groups].T / math.sqrt(width) for h, one in enumerate(queries)]
-            found[n, segment], ones_K = torch.stack(scored), torch.ones(len(positions_K)).double()
-            y_TD = reference.decoder_layer(layer, config, x_TD, context_KD, positions_K, ones_K)
-            memory[n] = y_TD if config.memory_source == "layer_output" else x_TD
-            x_TD = y_TD
+
+    def noting(layer, config, x_TD, context_KD, positions_K, durations_K):
+        segment, n = divmod(len(found), config.num_hidden_layers)
+        norm = layer["input_layernorm.weight"]
+        query, key = (
+            reference.linear(layer, f"self_attn.{name}", reference.rms_norm(one, norm, config))
+            for name, one in (("q_proj", x_TD), ("k_proj", context_KD))
+        )
+        queries = [reference.rotate(part, positions_K[-LENGTH:], config) for part in query.split(width, 1)]
+        keys = [reference.rotate(part, positions_K, config) for part in key.split(width, 1)]
+        scored = [one @ keys[h // groups].T / math.sqrt(width) for h, one in enumerate(queries)]
+        found[n, segment] = torch.stack(scored)
+        return decoder_layer(layer, config, x_TD, context_KD, positions_K, durations_K)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "decoder_layer", noting)
+        reference.reference_logits(weights(model), config, ids_N)
     return found
 
 
@@ -60,7 +57,7 @@ def test_folded_scores_by_the_equations(memory_source):
     expected = reference_scores(model, ids)
     assert set(found) == {(layer, segment) for layer in range(3) for segment in SEGMENTS}
     for index in found:
-        # Positions are the memory's and the segment's own here, those of the whole text there.
+        # Positions are counted within memory and segment here, and in the whole text there.
         torch.testing.assert_close(scores(*found[index]), expected[index], rtol=1e-5, atol=1e-5)
 
 
@@ -116,7 +113,7 @@ def test_hooks_leave_the_model_as_it_was():
 
 
 def test_masses_by_hand():
-    """Two tokens a segment, six keys: e^score is 1, but 3 where a query meets the first key of the segment before."""
+    """Two tokens a segment, six keys: e^score is 1, except 3 for the first key of the segment before."""
     score_HTK = torch.zeros(1, 2, 6)
     score_HTK[:, :, 2] = math.log(3)
     masses = mass(score_HTK)
@@ -233,33 +230,6 @@ def test_the_papers_layers_are_the_default():
     assert [one["layer"] for one in found["maps"]] == [0, 7, 15]
 
 
-def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(AttentionMaps, "draw", lambda *_: None)  # takes longer than the rest
-    models, text = [f"a={folders / 'folded'}", f"b={folders / 'llama'}"], str(folders / "texts.jsonl")
-
-    def run(name, segments=(1,)):
-        options = {"models": models, "text": text, "segments": segments, "segment_length": 8}
-        return evaluate("attention", tmp_path / name, **options)
-
-    whole = run("whole")
-    real, calls = AttentionMaps.measure, []
-
-    def broken(self, evaluated):
-        calls.append(evaluated.name)
-        if calls == ["a", "b"]:
-            raise KeyboardInterrupt
-        return real(self, evaluated)
-
-    monkeypatch.setattr(AttentionMaps, "measure", broken)
-    with pytest.raises(KeyboardInterrupt):
-        run("broken")
-    resumed = run("broken")
-    assert calls == ["a", "b", "b"]
-    assert (resumed["masses"], resumed["maps"]) == (whole["masses"], whole["maps"])
-    with pytest.raises(ValueError, match=r"segments was \[1\] and is \[2\]"):
-        run("broken", segments=(2,))
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -274,8 +244,7 @@ def test_models_that_are_done_are_not_read_again(folders, tmp_path, monkeypatch)
 )
 def test_errors_are_named(folders, tmp_path, changed, words):
     options = {"--model": folders / "folded", "--prompt-file": folders / "texts.jsonl", "--output": tmp_path}
-    with pytest.raises(ValueError, match=words):
-        command("attention", *(part for pair in (options | changed).items() for part in pair))
+    assert_refused(words, command, "attention", *(part for pair in (options | changed).items() for part in pair))
 
 
 def test_models_of_another_kind_are_refused():

@@ -23,7 +23,8 @@ from condense.training.recipe import FactsData
 from condense.training.small_llama import passkey_tokenizer, word_tokenizer
 
 from ...facts_world import answer_to, plain
-from ..measuring import Writer, command, noted, save_folded, stop_within
+from ...refusals import assert_refused
+from ..measuring import Writer, command, save_folded
 
 
 class Says(Writer):
@@ -44,7 +45,7 @@ class Says(Writer):
 
 
 class SaysLastPlace(Says):
-    """It says the last place of the text that the question does not name."""
+    """Says the last place of the text that the question does not name."""
 
     def said(self, text):
         facts, question = text.split("Question")
@@ -52,7 +53,7 @@ class SaysLastPlace(Says):
 
 
 class Reads(Says):
-    """It says the right answer."""
+    """Says the right answer."""
 
     def said(self, text):
         return answer_to(text)
@@ -204,8 +205,7 @@ def test_command_on_a_folded_model(folder, tmp_path):
     assert "exactly its tokens" in write_report(tmp_path / "out").read_text()
     # Another text in the same files is another measurement.
     (tmp_path / "text.txt").write_text("A cat ran by.")
-    with pytest.raises(ValueError, match="comes from another measurement: text was"):
-        command("eval", "facts", *arguments)
+    assert_refused("comes from another measurement: text was", command, "eval", "facts", *arguments)
 
 
 def test_a_stock_model_keeps_the_whole_text(folder):
@@ -215,31 +215,17 @@ def test_a_stock_model_keeps_the_whole_text(folder):
     assert short["state_bytes"] < long["state_bytes"] < 2.1 * short["state_bytes"]
 
 
-def test_a_stopped_measurement_goes_on(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(Facts, "draw", lambda *given: None)
-    options = {"models": [str(folder / "llama")], "lengths": [90, 120], "num_prompts": 2}
-    whole = evaluate("facts", tmp_path, **options)
-    stop_within(tmp_path / "facts.records.jsonl", 5)
-    measured = noted(monkeypatch, Facts)
-    assert evaluate("facts", tmp_path, **options)["cells"] == whole["cells"]
-    assert len(measured) == 6  # of ten
-
-
 def test_mistakes_are_named(tokenizer, tmp_path):
     model = Says(tokenizer, "cellar")
     evaluated = EvaluatedModel("says", "", model, tokenizer)
-    with pytest.raises(ValueError, match="6 facts .* and 50 are allowed"):
-        cells_of(evaluated, lengths=[200, 50])
-    with pytest.raises(ValueError, match="did you mean 'two_facts'"):
-        FactsOptions(models=[], kinds=("tow_facts",))
-    with pytest.raises(ValueError, match="facts=1, and the kind 'three_facts' needs 3"):
-        FactsOptions(models=[], num_facts=1, kinds=("three_facts",))
-    with pytest.raises(ValueError, match="names 100 twice"):
-        FactsOptions(models=[], lengths=(100, 100))
-    with pytest.raises(ValueError, match="names no file"):
-        cells_of(evaluated, lengths=[200], data=[str(tmp_path / "*.txt")])
-    with pytest.raises(ValueError, match="does not know"):
-        cells_of(EvaluatedModel("says", "", model, passkey_tokenizer()), lengths=[200])
+    assert_refused("6 facts .* and 50 are allowed", cells_of, evaluated, lengths=[200, 50])
+    assert_refused("did you mean 'two_facts'", FactsOptions, models=[], kinds=("tow_facts",))
+    wrong = {"num_facts": 1, "kinds": ("three_facts",)}
+    assert_refused("facts=1, and the kind 'three_facts' needs 3", FactsOptions, models=[], **wrong)
+    assert_refused("names 100 twice", FactsOptions, models=[], lengths=(100, 100))
+    assert_refused("names no file", cells_of, evaluated, lengths=[200], data=[str(tmp_path / "*.txt")])
+    stranger = EvaluatedModel("says", "", model, passkey_tokenizer())
+    assert_refused("does not know", cells_of, stranger, lengths=[200])
     assert model.texts == []  # before anything runs
 
 

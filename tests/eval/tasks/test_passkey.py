@@ -19,7 +19,8 @@ from condense.training.data.passkey import PASSKEY_TEXTS, PasskeyTask
 from condense.training.small_llama import passkey_tokenizer, save_small_llama, small_llama
 
 from ...chat_models import chat_tokenizer
-from ..measuring import Writer, command, noted, save_folded, stop_within
+from ...refusals import assert_refused
+from ..measuring import Writer, command, save_folded
 
 
 def key_in(tokenizer, ids):
@@ -69,14 +70,14 @@ def test_cells_of_long_texts_may_have_fewer_prompts(oracle):
 
 
 @pytest.mark.parametrize("kind", [CondenseForCausalLM, LlamaForCausalLM])
-def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, monkeypatch):
+def test_prompts_of_a_folded_model_are_batched_by_their_state(kind, tmp_path, monkeypatch, noted):
     """A longer prompt needs more memory in a stock model, and more calls in a folded one: a batch holds as many."""
     evaluated = load_evaluated(str(small_model(tmp_path, kind)))
-    calls = noted(monkeypatch, evaluated.model, "generate")
+    calls = noted(evaluated.model, "generate")
     monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
     monkeypatch.setattr("condense.eval.models.TOKENS_PER_BATCH", 800)
     cells_of(evaluated, [400], (0.0,), num_prompts=8)
-    assert [len(ids) for (ids,), _ in calls] == ([8] if kind is CondenseForCausalLM else [2] * 4)
+    assert [len(call.arguments[0]) for call in calls] == ([8] if kind is CondenseForCausalLM else [2] * 4)
 
 
 class Talker(Writer):
@@ -149,18 +150,6 @@ def test_the_papers_column_stands_beside_keys_of_its_kind():
         assert "paper: % correct" not in Passkey.tables(results | other)[0].columns
 
 
-@pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_measurement_goes_on(tmp_path, monkeypatch):
-    model = small_model(tmp_path)
-    options = {"models": [str(model)], "lengths": [80, 120], "num_prompts": 2}
-    whole = evaluate("passkey", tmp_path / "whole", **options)
-    evaluate("passkey", tmp_path / "cut", **options)
-    stop_within(tmp_path / "cut" / "passkey.records.jsonl", 5)
-    measured = noted(monkeypatch, Passkey)
-    assert evaluate("passkey", tmp_path / "cut", **options)["cells"] == whole["cells"]
-    assert len(measured) == 6  # of ten
-
-
 def test_a_folded_model_answers_as_with_teacher_forcing(tmp_path):
     """Decoding from the state gives what one pass over prompt and answer gives, token by token."""
     tokenizer = passkey_tokenizer()
@@ -174,26 +163,22 @@ def test_a_folded_model_answers_as_with_teacher_forcing(tmp_path):
     assert torch.equal(logits[:, -5:-1].argmax(-1), output[:, -4:])
 
 
-def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch):
+def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch, noted):
     evaluated = load_evaluated(str(small_model(tmp_path, seed=2)), dtype="float32")
     whole = cells_of(evaluated, [700], (0.5,), num_prompts=8)
-    calls = noted(monkeypatch, evaluated.model, "generate")
+    calls = noted(evaluated.model, "generate")
     monkeypatch.setattr("condense.eval.models.PREFILL_TOKENS", 100)
     assert cells_of(evaluated, [700], (0.5,), num_prompts=8) == whole
-    assert calls[-1][1]["prefill_chunk_size"] == 80  # whole segments
+    assert calls[-1].options["prefill_chunk_size"] == 80  # whole segments
 
 
 def test_mistakes_are_named(tmp_path, oracle):
-    with pytest.raises(ValueError, match="needs 70 tokens"):
-        cells_of(oracle, [200, 50], (0.0,), num_prompts=1)
+    assert_refused("needs 70 tokens", cells_of, oracle, [200, 50], (0.0,), num_prompts=1)
     assert not oracle.model.asked  # before anything runs
-    with pytest.raises(ValueError, match="there is no folder 'nowhere'"):
-        evaluate("passkey", tmp_path, models=["nowhere"], lengths=[80])
-    with pytest.raises(ValueError, match="two models are called"):
-        evaluate("passkey", tmp_path, models=["a/x", "b/x"], lengths=[80])
+    assert_refused("there is no folder 'nowhere'", evaluate, "passkey", tmp_path, models=["nowhere"], lengths=[80])
+    assert_refused("two models are called", evaluate, "passkey", tmp_path, models=["a/x", "b/x"], lengths=[80])
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
-    with pytest.raises(ValueError, match="holds no model.safetensors"):
-        evaluate("passkey", tmp_path, models=[str(tmp_path)], lengths=[80])
+    assert_refused("holds no model.safetensors", evaluate, "passkey", tmp_path, models=[str(tmp_path)], lengths=[80])
 
 
 @pytest.mark.parametrize(
@@ -205,8 +190,8 @@ def test_a_picture_says_which_lengths_were_trained(lengths, texts, lines):
 
     axes = Figure().subplots()
     cells = [{"model": "small", "length": length, "depth": 0.0, "accuracy": 1.0} for length in lengths]
-    results = {"cells": cells, "longest_trained": {"small": 80}}
-    Passkey._heat_map(axes, "small", results, lengths, [0.0])
+    results = {"cells": cells, "lengths": lengths, "depths": [0.0], "longest_trained": {"small": 80}}
+    Passkey._heat_map(axes, "small", results, "% correct")
     assert [text.get_text() for text in axes.texts if "trained" in text.get_text()] == texts
     assert len(axes.lines) == lines
 

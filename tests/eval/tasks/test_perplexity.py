@@ -1,4 +1,4 @@
-"""What text before a segment buys is taken on the same tokens throughout, and is the model's own loss."""
+"""The gain from text before a segment is taken on the same tokens throughout, from the model's own loss."""
 
 import csv
 import json
@@ -12,11 +12,12 @@ from condense import CondenseForCausalLM, to_stock
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.results_store import ResultsStore
 from condense.eval.runner import measure
-from condense.eval.tasks import evaluate, windows
+from condense.eval.tasks import windows
 from condense.eval.tasks.options import CURVES, PerplexityOptions
 from condense.eval.tasks.perplexity import Perplexity, curve_models
 from tests.condense.models import random_ids, tiny_model
 
+from ...refusals import assert_refused
 from ..measuring import command
 
 SEGMENTS, LENGTH = 4, 5
@@ -27,7 +28,7 @@ def text(num_tokens, seed=0):
 
 
 def naive(model, texts, num_segments, length):
-    """[J, S, l] by one whole forward pass for each segment and number of segments before, without a cache."""
+    """Returns losses [J, S, l], each by a whole forward pass over the segment and those before it, without a cache."""
     found = []
     for ids in texts:
         for j in range(num_segments - 1, (len(ids) - 1) // length):
@@ -48,7 +49,7 @@ def curves_of(evaluated, texts, store=None, **options):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Texts of 33, 12 and 27 tokens: 6, 2 (too short) and 5 segments; a batch ends amid the texts."""
+    """Measures texts of 33, 12 and 27 tokens: 6, 2 (too short) and 5 segments; a batch ends amid the texts."""
     model = tiny_model(segment_length=LENGTH)
     texts = [text(33, 1), text(12, 2), text(27, 3)]
     curves = curves_of(EvaluatedModel("tiny", "", model, None), texts, num_segments=SEGMENTS, batch_size=4)
@@ -190,35 +191,6 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     assert f"{of['folded', 'layer_input']['points'][2]['gained']:+.4f}" in shown
 
 
-def test_a_resumed_run_equals_an_unbroken_one(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(Perplexity, "draw", lambda *_: None)  # takes longer than the rest
-    options = {"models": [str(folders / "folded")], "data": [str(folders / "text.txt")], "num_segments": 3}
-    options |= {"batch_size": 4, "max_tokens": 200}
-
-    def run(name, **changed):
-        return evaluate("perplexity", tmp_path / name, **options | changed)
-
-    whole = run("whole")
-    calls, stop = [], 9
-    real = windows.segment_losses
-
-    def counted(*args):
-        if len(calls) == stop:
-            raise KeyboardInterrupt
-        calls.append(args)
-        return real(*args)
-
-    monkeypatch.setattr(windows, "segment_losses", counted)
-    with pytest.raises(KeyboardInterrupt):
-        run("broken")
-    stop = None
-    resumed = run("broken")
-    assert len(calls) == 3 * 6  # 3 curves, 24 windows in fours: none was measured twice
-    assert resumed["curves"] == whole["curves"]
-    with pytest.raises(ValueError, match="num_segments was 3 and is 4"):
-        run("broken", num_segments=4)
-
-
 def test_records_hold_what_the_numbers_are_made_of(measured, tmp_path):
     model, texts, curves = measured
     store = ResultsStore(tmp_path / "records.jsonl", {})
@@ -247,8 +219,7 @@ def test_errors_are_named(folders, tmp_path, changed, words):
     named = {"EMPTY": tmp_path / "empty.txt", "NONE": tmp_path / "none.jsonl", "LLAMA": folders / "llama"}
     options = {"--model": str(folders / "folded"), "--data": str(folders / "text.txt"), "--segments": "3"}
     options |= {name: str(named.get(value, value)) for name, value in changed.items()} | {"--output": tmp_path / "out"}
-    with pytest.raises(ValueError, match=words):
-        command("eval", "perplexity", *(part for pair in options.items() for part in pair))
+    assert_refused(words, command, "eval", "perplexity", *(part for pair in options.items() for part in pair))
 
 
 def test_on_a_real_model(stories, novel):

@@ -19,7 +19,7 @@ from condense.eval.tasks.recall import Recall, _draw_capacities, capacity
 from condense.training.data.recall import RECALL_TEXTS
 from condense.training.small_llama import save_small_llama, word_tokenizer
 
-from ..measuring import Writer, command, noted, save_folded, stop_within
+from ..measuring import Writer, command, save_folded
 
 TOKENIZER = word_tokenizer(RECALL_TEXTS)
 LAST, ALL = slice(-1, None), slice(None)
@@ -173,7 +173,7 @@ def test_capacities_are_drawn_against_the_size_of_the_memory(tmp_path):
     lines = {line.get_label(): line for line in axes.lines if line.get_marker() == "None"}
     mean = lines["200 tokens, layer_output"]
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 1], [1.5, 4])
-    assert math.isnan(lines["200 tokens, layer_input"].get_ydata()[0])  # a bound is no value
+    assert math.isnan(lines["200 tokens, layer_input"].get_ydata()[0])  # a bound is not a value
     assert all(map(math.isnan, lines["300 tokens, layer_output"].get_ydata()))
     points = [(*line.get_xdata(), *line.get_ydata(), line.get_marker(), line.get_color()) for line in axes.lines
               if line.get_marker() != "None" and len(line.get_xdata())]  # fmt: skip
@@ -189,7 +189,7 @@ def test_capacities_are_drawn_against_the_size_of_the_memory(tmp_path):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A folded and a stock model with the same weights: `--model` of both."""
+    """Returns `--model` of a folded and a stock model with the same weights."""
     folder = tmp_path_factory.mktemp("models")
     save_small_llama(folder / "stock", task="recall")
     save_folded(folder / "stock", folder / "folded", 40)
@@ -211,22 +211,19 @@ def test_command_on_folded_and_stock_models(models, tmp_path):
     assert "folded, single: % correct (95 % interval) by segments from the pair" in shown
     assert "stock, single: % correct (95 % interval) by segments from the pair" not in shown
     state = {(line["model"], line["length"]): line["state_bytes"] for line in results["capacities"]}
-    # Of each layer keys and values of memory, segment and next memory; of the stock model those of all tokens.
+    # Each layer has keys and values of memory, segment and next memory; the stock model has those of all tokens.
     assert state["folded", 0] == state["folded", 160] == pytest.approx(2 * 3 * 2 * 40 * 64 * 4, rel=0.01)
     assert state["stock", 160] == 2 * 2 * (160 - 1) * 64 * 4 > state["stock", 0]
     assert "recall" in write_report(tmp_path).read_text()
 
 
-def test_a_stopped_measurement_goes_on_and_takes_more(models, tmp_path, monkeypatch):
+def test_a_measurement_takes_more_forms(models, tmp_path, monkeypatch, noted):
     monkeypatch.setattr(Recall, "draw", lambda *given: None)
     options = {"models": models[:1], "lengths": [80, 120], "pairs": [1, 3], "num_prompts": 2}
-    whole = evaluate("recall", tmp_path / "whole", **options)
-    evaluate("recall", tmp_path / "cut", **options)
-    stop_within(tmp_path / "cut" / "recall.records.jsonl", 3)
-    done = noted(monkeypatch, Recall)
-    assert evaluate("recall", tmp_path / "cut", **options)["cells"] == whole["cells"] and len(done) == 2
-    more = evaluate("recall", tmp_path / "cut", **options | {"forms": ["single", "overwritten"]})
-    assert more["cells"][:4] == whole["cells"] and len(done) == 6
+    before = evaluate("recall", tmp_path, **options)
+    done = noted(Recall, "measure")
+    more = evaluate("recall", tmp_path, **options | {"forms": ["single", "overwritten"]})
+    assert more["cells"][:4] == before["cells"] and len(done) == 4
 
 
 def test_cells_do_not_depend_on_the_batches(monkeypatch):

@@ -10,7 +10,7 @@ from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
 
 
 def naive_rouge(reference, prediction):
-    """By counting: n-grams, and all subsequences of the shorter text. Words of at most three letters have no stem."""
+    """Counts n-grams, and all subsequences of the shorter text. Words of at most three letters have no stem."""
     reference, prediction = reference.split(), prediction.split()
 
     def f1(shared, total_reference, total_prediction):
@@ -92,4 +92,4 @@ def test_scores_are_the_reference_packages_on_sentences_split_by_hand(stems):
         assert found[name if stems else f"{name}_unstemmed"] == expected[name].fmeasure
     whole = RougeScorer(list(METRICS), use_stemmer=stems).score(REFERENCE[0], PREDICTION[0])
     assert whole["rougeL"].fmeasure == expected["rougeL"].fmeasure
-    assert whole["rougeLsum"].fmeasure < expected["rougeLsum"].fmeasure  # what line breaks alone would give
+    assert whole["rougeLsum"].fmeasure < expected["rougeLsum"].fmeasure  # what only line breaks would give

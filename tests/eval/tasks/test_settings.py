@@ -35,7 +35,7 @@ def folders(tmp_path_factory):
 
 
 def described(folders):
-    """The folded model as `a`, and the stock one."""
+    """Returns the descriptions of the folded model as `a`, and of the stock one."""
     digest = hashlib.sha256()
     for parameter in LlamaForCausalLM.from_pretrained(folders / "llama").parameters():
         digest.update(parameter.detach().numpy().tobytes())

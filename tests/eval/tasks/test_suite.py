@@ -23,6 +23,7 @@ from condense.eval.tasks.suite import Suite
 from condense.training.small_llama import small_llama, word_tokenizer
 
 from ...pictures import is_drawn
+from ...refusals import assert_refused
 from ..measuring import command, save_folded
 from ..rivals import save_rival
 
@@ -33,7 +34,7 @@ NODES = "a node and an edge "
 
 @pytest.fixture(scope="module", autouse=True)
 def without_a_network():
-    """RULER's module asks for nltk's sentence splitter, which essays alone need, from a server.
+    """RULER's module asks a server for nltk's sentence splitter, which only essays need.
 
     It also sorts all pairs of an adjective and a noun, for 13 s: there are some words of each here.
     """
@@ -158,7 +159,7 @@ def test_a_model_without_positions_reads_texts_of_any_length(root, measured, tmp
 
 
 def texts(path, name=None, data_files=None, split=None, **more):
-    """What the hub would send: the fields of its data sets, few texts."""
+    """Returns what the hub would send: the fields of its data sets, with few texts."""
     if path == "openai/graphwalks":
         rows = [{"prompt": NODES * (size // 5), "answer_nodes": ["a"]} for size in (300, 700, 600, 5000)]
         return datasets.Dataset.from_list(rows)
@@ -190,16 +191,14 @@ def test_names_of_benchmarks_and_tasks():
     every = tasks_of(["ruler", "babilong", "longbench2", "infinitebench", "graphwalks"])
     counts = {name: list(every.values()).count(name) for name in dict.fromkeys(every.values())}
     assert counts == {"ruler": 13, "babilong": 5, "longbench2": 20, "infinitebench": 11, "graphwalks": 2}
-    with pytest.raises(ValueError, match="no benchmark or task 'glue': choose from ruler, babilong"):
-        tasks_of(["ruler", "glue"])
+    assert_refused("no benchmark or task 'glue': choose from ruler, babilong", tasks_of, ["ruler", "glue"])
 
 
 def test_a_generator_that_would_not_end_is_refused(root):
     characters = AutoTokenizer.from_pretrained(root / "folded")
     characters.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words = "ruler_vt cannot be made for the tokenizer of here, which has 89 tokens for 19 w"
-    with pytest.raises(ValueError, match=words):
-        load_task("ruler", "ruler_vt", LENGTH, "here", characters, 0, root / "samples")
+    assert_refused(words, load_task, "ruler", "ruler_vt", LENGTH, "here", characters, 0, root / "samples")
 
 
 def test_texts_that_cannot_be_had(root):

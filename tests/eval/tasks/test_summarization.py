@@ -30,8 +30,9 @@ from condense.training.small_llama import small_llama, word_tokenizer
 from ...chat_models import save_chat_model
 from ...conftest import SHARED
 from ...pictures import is_drawn
+from ...refusals import assert_refused
 from ..measuring import command as run_command
-from ..measuring import noted, save_folded
+from ..measuring import save_folded
 from .documents import TEXT, made_documents, write_lines
 
 NEW = 14
@@ -63,7 +64,7 @@ def folded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """Its tokenizer is another one: a token is a letter."""
+    """Writes a model with a different tokenizer, whose tokens are letters."""
     return save_model(tmp_path_factory.mktemp("stock"), letter_tokenizer(), seed=2)
 
 
@@ -78,7 +79,7 @@ def command(*arguments):
 
 
 def written_by(model, ids, ends, temperature=0.0):
-    """The tokens up to one of the ends, the whole text read again for each: the likeliest, or sampled ones."""
+    """Returns the tokens up to one of the ends, likeliest or sampled; the whole text is read again for each."""
     written = []
     while len(written) < NEW:
         with torch.no_grad():
@@ -171,41 +172,14 @@ def test_the_papers_rows_stand_beside_what_is_measured_alike():
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_run_ends_as_an_unbroken_one(folded, stock, data, tmp_path, monkeypatch):
-    arguments = ["--model", f"ours={folded}", "--model", f"stock={stock}", "--data", data, "--documents", 5]
-    command(*arguments, "--output", tmp_path / "whole")
-    whole = (tmp_path / "whole" / "summarization.records.jsonl").read_text()
-    lines = whole.splitlines(keepends=True)
-    assert len(lines) == 1 + 2 * 2  # settings, then 5 documents by threes for two models
-    calls = noted(monkeypatch, evaluation, "generate")
-    for name, kept, missing in (
-        ("between lines", "".join(lines[:2]), [2, 3, 2]),
-        ("within a line", "".join(lines[:3]) + lines[3][:200], [3, 2]),
-        ("within the settings", lines[0][:40], [3, 2, 3, 2]),
-        ("complete", whole, []),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "summarization.records.jsonl").write_text(kept)
-        calls.clear()
-        command(*arguments, "--output", folder)
-        assert [len(ids) for (_, ids, *_), _ in calls] == missing
-        assert (folder / "summarization.records.jsonl").read_text() == whole
-        written = [json.loads((path / "summarization.json").read_text()) for path in (folder, tmp_path / "whole")]
-        assert written[0]["documents"] == written[1]["documents"] and written[0]["cells"] == written[1]["cells"]
-
-
-@pytest.mark.usefixtures("without_pictures")
 def test_other_documents_or_settings_are_another_measurement(folded, data, tmp_path):
     arguments = ["--model", folded, "--data", data, "--output", tmp_path / "out"]
     command(*arguments, "--documents", "3")
-    with pytest.raises(ValueError, match=r"temperature was 0.3 and is 0.5"):
-        command(*arguments, "--documents", "3", "--temperature", "0.5")
+    assert_refused(r"temperature was 0.3 and is 0.5", command, *arguments, "--documents", "3", "--temperature", "0.5")
     lines = made_documents(11)
     lines[1]["target"][0] = "a cat"
     write_lines(data, lines)
-    with pytest.raises(ValueError, match=r"another measurement: fingerprint was"):
-        command(*arguments, "--documents", "3")
+    assert_refused(r"another measurement: fingerprint was", command, *arguments, "--documents", "3")
 
 
 @pytest.mark.parametrize("kind", ["folded", "stock"])
@@ -297,8 +271,7 @@ def test_chats_that_cannot_be_are_refused_before_a_model_is_loaded(folded, chat,
 def test_a_model_without_an_end_is_refused(stock):
     evaluated = load_evaluated(str(stock))
     evaluated.model.generation_config.eos_token_id = evaluated.tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"no end-of-text token"):
-        summarization.summarize(evaluated, ["a cat"], GREEDY)
+    assert_refused(r"no end-of-text token", summarization.summarize, evaluated, ["a cat"], GREEDY)
 
 
 def test_what_a_caller_may_get_wrong(folded, data, tmp_path):

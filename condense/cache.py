@@ -18,6 +18,7 @@ from .durations import Timeline
 from .memory import Memory
 from .recording import CROP_TOKENS, CacheSnapshot, Recording
 from .segmentation import Chunk, SegmentPositions, on_device
+from .transforms import autocast_dtype
 
 # The fields that a cache and a model must have in common.
 SHARED_FIELDS = (
@@ -354,7 +355,5 @@ class FoldedCache(Cache):
 
 
 def _computes_in(like: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    """The dtype and the device of keys, which autocast changes."""
-    kind = like.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else like.dtype, like.device
+    """Returns the dtype of keys, which is autocast's if it is on, and their device."""
+    return autocast_dtype(like.device) or like.dtype, like.device

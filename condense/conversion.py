@@ -45,9 +45,7 @@ def with_weights_of(
     attention = None if attention in OWN_ATTENTION else attention
     made = model_class(config_class(**(kept | fields), attn_implementation=attention))
     made.load_state_dict(model.state_dict() if weights is None else weights, assign=True)
-    if (
-        model.lm_head.weight is model.model.embed_tokens.weight
-    ):  # a checkpoint may hold both although its config ties them
+    if model.lm_head.weight is model.model.embed_tokens.weight:  # a checkpoint may hold both, whatever its config says
         made.tie_weights()
     made.generation_config = model.generation_config
     name_as_in_memory(made, model.config.name_or_path, "converted")

@@ -67,9 +67,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             **kwargs,
         )
         if past_key_values is None and not is_first_iteration:
-            inputs.pop(
-                "position_ids", None
-            )  # transformers counts from a row's padding: the prompt's positions were right
+            inputs.pop("position_ids", None)  # transformers counts them from a row's padding
         given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         if (control := inputs.get("control")) is not None:
             inputs["control"] = control_of_columns(control, seen, given.shape[1])

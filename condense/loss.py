@@ -59,9 +59,8 @@ class Targets:
         return hidden_RTD[selected], target_RT[selected]
 
     def number_in(self, chunk: Chunk) -> int:
-        if self.batch.mask_BN is None and chunk.all_rows and len(set(chunk.starts)) == 1 and chunk.rectangular:
-            first = chunk.starts[0]
-            return self._before_column[first + chunk.width] - self._before_column[first]
+        if (columns := self.batch.shared_columns(chunk)) is not None:
+            return self._before_column[columns.stop] - self._before_column[columns.start]
         row_n, token_n = chunk.token_indices
         return int((self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX).sum())
 

@@ -7,7 +7,7 @@ size.
 """
 
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,14 +35,6 @@ from .segmentation import UnpaddedBatch
 from .shared_weights import share_weights
 from .source_name import name_as_in_memory
 from .token_inputs import TokenInputs
-
-
-class PreparedRun(NamedTuple):
-    """The arguments of `CondenseModel.run`."""
-
-    call: Call
-    accumulated: OutputAccumulator
-    root: PreTrainedModel
 
 
 class CondenseModel(CondensePreTrainedModel):
@@ -80,17 +72,17 @@ class CondenseModel(CondensePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        _prepared: "PreparedRun | None" = None,
+        _prepared: tuple[Call, OutputAccumulator, PreTrainedModel] | None = None,
         **unused: Any,
     ) -> Any:
         """Returns the final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
 
-        A model around this one runs its call here, as `_prepared`, so that this model's hooks are called: FSDP's hooks
-        gather its weights.
+        A model around this one runs its call here, because this model's hooks must be called: FSDP's hooks gather its
+        weights. `_prepared` are the arguments of `run`.
         """
         if _prepared is not None:
             self.run(*_prepared)
-            return _prepared.accumulated.tensors()  # FSDP gathers the weights again when their gradients come
+            return _prepared[1].tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
@@ -138,10 +130,8 @@ class CondenseModel(CondensePreTrainedModel):
         recomputed = [one for one in (layers, embedding) if one is not None] if checkpointing else []
         with share_weights(recomputed, sums=not state.positions.is_one_chunk(batch.lengths)):
             for chunk in state.positions.chunks(batch.lengths):
-                for output in executor.submit(metadata.build(chunk)):
-                    accumulated.add(output[1], output[0])
-            for output in executor.finish():
-                accumulated.add(output[1], output[0])
+                accumulated.add(executor.submit(metadata.build(chunk)))
+            accumulated.add(executor.finish())
             accumulated.finish()
 
     def checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
@@ -304,7 +294,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             accumulated = OutputAccumulator(
                 self.model.norm, self.lm_head, self.config.vocab_size, call, labels, num_kept
             )
-            accumulated.replace_tensors(self.model(_prepared=PreparedRun(call, accumulated, self)))
+            accumulated.replace_tensors(self.model(_prepared=(call, accumulated, self)))
         output = accumulated.build_output(previous_BD, num_items_in_batch)
         output.past_key_values = call.cache
         output.hidden_states = layer_outputs.hidden_states(previous_BD)

@@ -56,15 +56,12 @@ class CondensePreTrainedModel(PreTrainedModel):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Returns the implementation to use: "auto" if none is requested."""
-        if (
-            requested_attention or "auto"
-        ) not in ATTENTION_IMPLEMENTATIONS:  # in transformers' words, which callers know
-            known = ", ".join(ATTENTION_IMPLEMENTATIONS)
-            raise ValueError(
-                f'Specified `attn_implementation="{requested_attention}"` is not supported: choose one of {known}.'
-            )
-        if requested_attention is None or requested_attention in OWN_ATTENTION:
-            return requested_attention or "auto"
+        requested = requested_attention or "auto"
+        if requested not in ATTENTION_IMPLEMENTATIONS:
+            known = ", ".join(ATTENTION_IMPLEMENTATIONS)  # in transformers' words, which callers know
+            raise ValueError(f'Specified `attn_implementation="{requested}"` is not supported: choose one of {known}.')
+        if requested in OWN_ATTENTION:
+            return requested
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:

@@ -145,17 +145,21 @@ class UnpaddedBatch:
             # The columns of each row's tokens in order, then the columns of its padding.
             self.columns_BN = self.mask_BN.logical_not().byte().argsort(dim=1, stable=True)
 
+    def shared_columns(self, chunk: Chunk) -> slice | None:
+        """Returns the chunk's columns if they are the same in all rows of a batch without padding."""
+        start = chunk.starts[0]
+        whole = self.mask_BN is None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1
+        return slice(start, start + chunk.width) if whole else None
+
     def gather(self, tensor_BN: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Returns the chunk's part [R, T, ...] of a tensor [B, N, ...]; after a row's tokens, repeats its last token.
 
         Values at padding are never read: a NaN there, which weights of 0 do not hide, can't reach a token.
         """
-        if self.mask_BN is None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1:
-            return tensor_BN[:, chunk.starts[0] : chunk.starts[0] + chunk.width]
-        rows_R1 = torch.tensor(chunk.rows)[:, None]
-        columns_RT = torch.tensor(chunk.starts)[:, None] + torch.arange(chunk.width)
-        last_R1 = torch.tensor(chunk.starts)[:, None] + torch.tensor(chunk.counts)[:, None] - 1
-        columns_RT = columns_RT.minimum(last_R1)
+        if (columns := self.shared_columns(chunk)) is not None:
+            return tensor_BN[:, columns]
+        rows_R1, starts_R1, counts_R1 = torch.tensor([chunk.rows, chunk.starts, chunk.counts])[..., None]
+        columns_RT = starts_R1 + torch.arange(chunk.width).minimum(counts_R1 - 1)
         if self.mask_BN is not None:
             columns_RT = self.columns_BN[rows_R1, columns_RT]
         return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]

@@ -25,7 +25,7 @@ from torch import nn
 
 from .kernels.swiglu import Rows
 from .products import add_product, add_products, side_by_side, stacked_products
-from .transforms import is_transformed
+from .transforms import autocast_dtype, is_transformed
 
 Gradients = Sequence[torch.Tensor | None]
 _of_thread = threading.local()  # backward passes run in threads of their own
@@ -274,9 +274,8 @@ def used_stack(
 
 def product_dtype(input_xI: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """Returns the dtype of a product with a weight: autocast's, except for float64."""
-    device = input_xI.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if casts and weight.dtype != torch.float64 else weight.dtype
+    cast = None if weight.dtype == torch.float64 else autocast_dtype(input_xI.device)
+    return weight.dtype if cast is None else cast
 
 
 def summed_linear(

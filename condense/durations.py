@@ -26,7 +26,7 @@ LONGEST_PAIR = 2**24
 
 
 def durations_from_time_steps(time_steps_BN: torch.Tensor, integration_start: float) -> torch.Tensor:
-    """Durations [B, N] of tokens observed at the times `time_steps_BN`.
+    """Returns the durations [B, N] of tokens observed at the times `time_steps_BN`.
 
     d_1 = t_1 - integration_start and d_k = t_k - t_{k-1}. Raises `ValueError` unless times increase strictly.
     """
@@ -209,7 +209,7 @@ class Timeline:
         timeline, positions = copy.deepcopy((self, positions))
         for chunk in positions.chunks(batch.lengths):
             timeline.advance(batch.gather(durations_BN, chunk), chunk)
-            timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
+            timeline.roll(chunk.completed_rows)
 
     def log_durations(self, rows: list[int]) -> torch.Tensor:
         """Returns the logarithms [R, 2L] of the durations of [memory ; current segment]."""

@@ -50,17 +50,17 @@ class Chunk:
 
     @property
     def rectangular(self) -> bool:
-        """All rows have the same number of tokens."""
+        """Tells whether all rows have the same number of tokens."""
         return len(set(self.counts)) == 1
 
     @property
     def uniform(self) -> bool:
-        """All rows have the same offset, and either all or none have a memory: the causal mask is sufficient."""
+        """Tells whether all rows have the same offset, and all or none have a memory: a causal mask is sufficient."""
         return len(set(self.offsets)) == 1 and len({segment > 0 for segment in self.segments}) == 1
 
     @property
     def whole_segments(self) -> bool:
-        """The chunk is one whole segment of every row."""
+        """Tells whether the chunk is one whole segment of each of its rows."""
         return self.uniform and self.rectangular and self.width == self.segment_length
 
     @property
@@ -69,7 +69,7 @@ class Chunk:
 
     @property
     def visible_keys(self) -> slice:
-        """The part of the buffer [memory L ; current L] that the queries of a uniform chunk see."""
+        """Returns the part of the buffer [memory L ; current L] that the queries of a uniform chunk see."""
         assert self.uniform
         return slice(self.segment_length - self.memory_lengths[0], self.segment_length + self.offsets[0] + self.width)
 
@@ -82,8 +82,9 @@ class Chunk:
 
     @property
     def completed_rows(self) -> list[int]:
-        """Returns the indices r of the rows that complete a segment with this chunk."""
-        return [r for r, count in enumerate(self.counts) if self.offsets[r] + count == self.segment_length]
+        """Returns the rows that complete a segment with this chunk."""
+        ends = zip(self.rows, self.offsets, self.counts, strict=True)
+        return [row for row, offset, count in ends if offset + count == self.segment_length]
 
 
 class SegmentPositions:

@@ -87,7 +87,7 @@ def _check(config: GenerationConfig, others: dict, steps: int | None, order: str
 
 
 def _padding(config: GenerationConfig) -> int:
-    """The token after the end of a text: as in transformers, the first end token by default."""
+    """Returns the token after the end of a text: as in transformers, the first end token by default."""
     if config.pad_token_id is not None:
         return config.pad_token_id
     ends = config.eos_token_id

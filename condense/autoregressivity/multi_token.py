@@ -125,7 +125,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
         return output if return_dict is not False else output.to_tuple()
 
     def _next_logits(self, input_ids, attention_mask, cache: LateCache) -> torch.Tensor:
-        """The logits [B, 1, V] of the token after `input_ids`."""
+        """Returns the logits [B, 1, V] of the token after `input_ids`."""
         cache.add(input_ids)
         prompt = input_ids.shape[1] > 1 or cache.last_hidden_BD is None
         if prompt or cache.num_unread(0) == self.config.num_tokens:

@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -107,10 +108,8 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         if labels is None and logits_to_keep:
             owners_BN[:, :-logits_to_keep] = -1
         sums = SegmentSums(self.segments_of(positions_BN))
-        targets_BN, logits_BNV = None, None
-        if labels is not None:
-            targets_BN = torch.full_like(labels, IGNORE_INDEX)
-            targets_BN[:, :-1] = labels[:, 1:]
+        targets_BN = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        logits_BNV = None
         for number, expert in enumerate(self.bases):
             own_BN = owners_BN == number
             # A model reads up to its last position. If it has none, it still reads one token: ranks that add
@@ -133,7 +132,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         return output if return_dict is not False else output.to_tuple()
 
     def _next_logits(self, input_ids, attention_mask, cache: LateCache) -> torch.Tensor:
-        """The logits [B, 1, V] of the token after `input_ids`."""
+        """Returns the logits [B, 1, V] of the token after `input_ids`."""
         owners_B = self.owners_of(positions_of(input_ids, attention_mask, cache.get_seq_length())[:, -1])
         cache.add(input_ids)
         logits_BV: torch.Tensor | None = None

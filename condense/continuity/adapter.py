@@ -80,7 +80,7 @@ class ContinuousLM:
             )
 
     def with_rule(self, rule: Rule) -> "ContinuousLM":
-        """The same model with another quadrature rule."""
+        """Returns the same model with another quadrature rule."""
         self._check_rule(rule)
         other = copy.copy(self)
         other.rule = rule
@@ -116,7 +116,7 @@ class ContinuousLM:
 
     @torch.no_grad()
     def logits(self, sentence: Sentence) -> torch.Tensor:
-        """Logits [N, V], which predict the token after each sample."""
+        """Returns logits [N, V], which predict the token after each sample."""
         return self._run([self.embed(sentence)], first=0, state=None, last_only=False)[0][0]
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class ContinuousLM:
         tokens_at_once: int = TOKENS_AT_ONCE,
         progress: Callable[[int], object] | None = None,
     ) -> torch.Tensor:
-        """Logits [B, V] after the last sample of each sentence, in float32 on the host.
+        """Returns logits [B, V] after the last sample of each sentence, in float32 on the host.
 
         With `reuse_prefix`, sentences of equal length share one pass over their common prefix. A batch holds at most
         `tokens_at_once` samples, the common prefix included, but at least one sentence. `progress` is called with the
@@ -221,13 +221,14 @@ class ContinuousLM:
             )
 
     def _log_weights(self, sentence: Sentence, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log weights [T, last] of the samples before `last` for queries from `first` on; their distances in time."""
+        """Returns log weights [T, last] of the samples before `last` for queries from `first` on, and their distances
+        in time."""
         log_weights = quadrature_weights(sentence.durations_N[:last], self.rule, first).log()
         times_N = sentence.time_steps_N[:last] if sentence.positions_N is None else sentence.positions_N[:last]
         return log_weights, times_N[first:, None] - times_N[None]
 
     def _masks(self, weights: list[tuple[torch.Tensor, torch.Tensor]], inputs: dict[str, Any]) -> Any:
-        """The model's `attention_mask`: one mask for all layers, or a mask for each type of layer.
+        """Returns the model's `attention_mask`: one mask for all layers, or a mask for each type of layer.
 
         A sliding window of w tokens becomes a window of w units of time.
         """
@@ -285,14 +286,13 @@ class ContinuousLM:
 
 
 def _shared_prefix(sentences: Sequence[Sentence]) -> int:
-    """Length of the common prefix of all sentences, without the last sample, which runs for each sentence."""
+    """Returns the length of the sentences' common prefix, without the last sample, which runs for each sentence."""
     first, shared = sentences[0], len(sentences[0]) - 1
     assert first.embeddings_ND is not None
     for other in sentences[1:]:
         assert other.embeddings_ND is not None
-        if other.integration_start != first.integration_start or (first.positions_N is None) != (
-            other.positions_N is None
-        ):
+        starts_alike = other.integration_start == first.integration_start
+        if not starts_alike or (first.positions_N is None) != (other.positions_N is None):
             return 0
         same_N = (other.durations_N == first.durations_N) & (other.embeddings_ND == first.embeddings_ND).all(1).cpu()
         if first.positions_N is not None and other.positions_N is not None:
@@ -303,7 +303,7 @@ def _shared_prefix(sentences: Sequence[Sentence]) -> int:
 
 
 def _learned_positions(model: Any) -> nn.Embedding | None:
-    """GPT-2's table of learned positions; None for a model without one."""
+    """Returns GPT-2's table of learned positions; None for a model without one."""
     table = getattr(model.base_model, "wpe", None)
     return table if isinstance(table, nn.Embedding) else None
 

@@ -20,7 +20,7 @@ RULES = ("rectangle", "trapezoid")
 
 
 def quadrature_weights(durations_N: torch.Tensor, rule: Rule = "rectangle", first: int = 0) -> torch.Tensor:
-    """The weights w_ik [T, N] of all samples k for the queries i from `first` on; 0 for samples after the query.
+    """Returns the weights w_ik [T, N] of all samples k for the queries i from `first` on; 0 after the query.
 
     Each row sums to t_i - t_0. Raises `ValueError` for an unknown rule.
     """

@@ -44,10 +44,10 @@ class Sentence:
             raise ValueError("a sentence consists of ids or of embeddings: pass one of the two.")
         if durations is not None and time_steps is not None:
             raise ValueError("durations and time_steps contain the same information: pass one of the two.")
-        if (ids is not None and len(ids) == 0) or (embeddings is not None and len(embeddings) == 0):
-            raise ValueError("the sentence has no samples: pass at least one sample.")
         self.ids_N = None if ids is None else torch.as_tensor(ids).cpu().clone()
         self.embeddings_ND = embeddings
+        if not len(self):
+            raise ValueError("the sentence has no samples: pass at least one sample.")
         self._check_values()
         self.integration_start = float(integration_start)
         if not math.isfinite(self.integration_start):
@@ -98,17 +98,12 @@ class Sentence:
 
     @property
     def time_steps_N(self) -> torch.Tensor:
-        """The end t_k of each sample's interval."""
+        """Returns the end t_k of each sample's interval."""
         return self.integration_start + self.durations_N.cumsum(0)
 
     def _with(self, **parts) -> "Sentence":
-        own = {
-            "ids": self.ids_N,
-            "embeddings": self.embeddings_ND,
-            "durations": self.durations_N,
-            "integration_start": self.integration_start,
-            "positions": self.positions_N,
-        }
+        own = {"ids": self.ids_N, "embeddings": self.embeddings_ND, "durations": self.durations_N}
+        own |= {"integration_start": self.integration_start, "positions": self.positions_N}
         return Sentence(**(own | parts))
 
     def _check_no_positions(self, operation: str) -> None:
@@ -139,14 +134,14 @@ class Sentence:
         return self._with(integration_start=self.integration_start + float(amount))
 
     def _indices(self, span: Span) -> torch.Tensor:
-        indices_of_all = range(len(self))
+        known = range(len(self))
         span = span.tokens if isinstance(span, TextSpan) else span
-        indices = list(indices_of_all[span]) if isinstance(span, slice) else [int(index) for index in span]
-        if not indices or not all(index in indices_of_all for index in indices):
+        indices = set(known[span] if isinstance(span, slice) else map(int, span))
+        if not indices or not indices <= set(known):
             raise ValueError(
                 f"span {span} is invalid, the sentence has {len(self)} samples: pass indices from 0 to {len(self) - 1}."
             )
-        return torch.tensor(sorted(set(indices)))
+        return torch.tensor(sorted(indices))
 
     def densify(
         self,
@@ -188,7 +183,7 @@ class Sentence:
 def interpolate(
     first: Sentence, second: Sentence, factor: float, how: Literal["linear", "spherical"] = "linear"
 ) -> Sentence:
-    """A sentence between two sentences with the same number of samples: `first` at factor 0, `second` at factor 1.
+    """Returns a sentence between two with the same number of samples: `first` at factor 0, `second` at factor 1.
 
     "linear": (1 - factor) x + factor y. "spherical": the direction turns from x to y at constant angular speed along
     the shortest arc, and the length changes linearly. Times always change linearly.
@@ -206,20 +201,18 @@ def interpolate(
         raise ValueError("samples with fixed positions can't be interpolated: do it before densify.")
     if how not in ("linear", "spherical"):
         raise ValueError(f"how={how!r}: choose linear or spherical.")
-    if (
-        first.embeddings_ND.shape != second.embeddings_ND.shape
-        or first.embeddings_ND.dtype != second.embeddings_ND.dtype
-    ):
+    kinds = [(tuple(one.shape), one.dtype) for one in (first.embeddings_ND, second.embeddings_ND)]
+    if kinds[0] != kinds[1]:
+        (shape, dtype), (other_shape, other_dtype) = kinds
         raise ValueError(
-            f"embeddings of shape {tuple(first.embeddings_ND.shape)} and {first.embeddings_ND.dtype} do not fit "
-            f"shape {tuple(second.embeddings_ND.shape)} and {second.embeddings_ND.dtype}: use one model for both."
+            f"embeddings of shape {shape} and {dtype} do not fit shape {other_shape} and {other_dtype}: use one model "
+            "for both."
         )
     between = torch.lerp if how == "linear" else _slerp
-    start = first.integration_start + factor * (second.integration_start - first.integration_start)
     return Sentence(
         embeddings=between(first.embeddings_ND, second.embeddings_ND, factor),
         durations=torch.lerp(first.durations_N, second.durations_N, factor),
-        integration_start=start,
+        integration_start=first.integration_start + factor * (second.integration_start - first.integration_start),
     )
 
 

@@ -86,9 +86,8 @@ class FoldedCache(Cache):
         """Raises `ValueError` after an interrupted call: only some layers hold its tokens, or only some tokens."""
         if self.is_being_written:
             raise ValueError(
-                "a call that wrote to this cache was interrupted, so it holds a part of that call's tokens: begin "
-                "again with FoldedCache(config) or reset(), or take a snapshot() before a call that may fail and "
-                "restore() it."
+                "a call that wrote to this cache was interrupted, so only some of its tokens are there: reset() the "
+                "cache, or take a snapshot() before a call that may fail and restore() it."
             )
 
     def begin_call(self) -> None:

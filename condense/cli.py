@@ -82,7 +82,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NUMBER|LOG",
-            help="With --dry-run: hours from a measured rate. A number is that of the whole run, over all ranks; the "
+            help="With --dry-run: hours from a measured rate. A number is the rate of the whole run, all ranks; the "
             "log.jsonl of an earlier run of the same model and length is scaled to the number of ranks.",
             show_default=False,
         ),

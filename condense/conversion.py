@@ -34,7 +34,7 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
 def with_weights_of(
     model: Any, config_class: Any, model_class: Any, weights: Mapping[str, torch.Tensor] | None = None, **fields: Any
 ) -> Any:
-    """Returns a stock model with the given weights or those of `model`; `fields` change fields of its configuration."""
+    """Returns a stock model with the given weights, or the weights of `model`; `fields` change its configuration."""
     kept = model.config.to_dict()
     foreign = [name for name in LlamaConfig.__annotations__ if not hasattr(config_class, name)]
     for name in [*CondenseConfig.__annotations__, "model_type", "architectures", *foreign]:

@@ -47,8 +47,7 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
     """Raises `ValueError` unless durations are finite, not negative and have the input's shape."""
     if tuple(durations_BN.shape) != tuple(shape):
         raise ValueError(
-            f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {tuple(shape)}: "
-            "give one duration per token."
+            f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {shape}: pass one per token."
         )
     if not durations_BN.is_floating_point():
         raise ValueError(f"durations are {durations_BN.dtype}: pass floating point numbers.")
@@ -58,8 +57,7 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
     if len(wrong):
         row, token = wrong[0].tolist()
         raise ValueError(
-            f"the duration of token {token} in row {row} is {durations_BN[row, token].item()}: durations must be "
-            "finite and not negative."
+            f"the duration of token {token} in row {row} is {durations_BN[row, token].item()}: pass finite values >= 0."
         )
 
 
@@ -119,8 +117,7 @@ def _durations_of_step(new: NewTokenDuration, num_texts: int, dtype: torch.dtype
         )
     if not bool((torch.isfinite(durations_B) & (durations_B >= 0)).all()):
         raise ValueError(
-            f"new_token_duration gives {durations_B.tolist()} at step {step}: durations must be finite and not "
-            "negative."
+            f"new_token_duration gives {durations_B.tolist()} at step {step}: they must be finite and not negative."
         )
     return durations_B
 

@@ -72,8 +72,7 @@ class LayerOutputs:
         if self.requested and (call.checkpoint_function is not None or schedule in ("wavefront", "graph")):
             other = "gradient checkpointing" if call.checkpoint_function is not None else f"schedule={schedule!r}"
             raise ValueError(
-                f"output_hidden_states, in the call or the configuration, with {other}, which does not keep them: "
-                "use one of the two."
+                f"output_hidden_states, in the call or the configuration, with {other}: use one of the two."
             )
 
     def __enter__(self) -> "LayerOutputs":

@@ -60,7 +60,7 @@ class HeadGradients:
             leaf_D = self.norm.weight.detach().requires_grad_(self.norm.weight.requires_grad)
             leaves.append(leaf_D)
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-                # Does not call the module itself, so that a hook on all modules does not see an inner pass.
+                # Does not call the module itself: a hook on all modules must not see an inner pass.
                 normed_nD = rms_norm(leaf_nD, leaf_D, self.norm.variance_epsilon)
         weight_VD, *biases = [one.detach() for one in self.head_weights]
         logits_nV = linear(normed_nD.detach(), weight_VD, *biases)
@@ -147,9 +147,9 @@ class _BlockLoss(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Saves the sums when they are complete, so that hooks which move saved tensors to the host see their values.
+    """Saves the sums when they are complete: hooks that move saved tensors to the host must see their values.
 
-    The gradient of a tied head is added to the embedding's, so that autograd need not add two tensors of that size.
+    The gradient of a tied head is added to the embedding's, so autograd need not add two tensors of that size.
     """
 
     @staticmethod

@@ -30,8 +30,7 @@ class CondensePreTrainedModel(PreTrainedModel):
 
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
         have the wrong shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns
-        the report for the caller to check. A model that was just folded has a name that other libraries can't load: see
-        `source_name`.
+        the report for the caller to check. Other libraries can't load a model that was just folded: see `source_name`.
         """
         source = pretrained_model_name_or_path
         if options.pop("output_loading_info", False):

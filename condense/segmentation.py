@@ -5,8 +5,8 @@
 - Chunk: the tokens that all layers process together. Of each row it has at most the tokens up to the end of the row's
   current segment.
 
-Rows of a padded batch are aligned to their own first token, so that a row's segments, and hence its answer, do not
-depend on its neighbours. All counts are Python integers, computed on the CPU once per call.
+Rows of a padded batch are aligned to their own first token, so a row's segments and its answer do not depend on
+its neighbours. All counts are Python integers, computed on the CPU once per call.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, L segment
 length, n tokens of a chunk without padding, 1 a broadcast axis.

@@ -402,8 +402,7 @@ class _StackedProducts(torch.autograd.Function):
 
 
 def _sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
-    """Returns the sum of products of gradients [m, n, O] with weights [m, O, I]; it is a single product if both lie
-    side by side."""
+    """Returns the sum of products of gradients [m, n, O] and weights [m, O, I]: one product if both lie adjacent."""
     gradients, weights = zip(*pairs, strict=True)
     if in_place and len(pairs) > 1:
         joint_mnO, joint_mOI = side_by_side(gradients, dim=2), side_by_side(weights, dim=1)

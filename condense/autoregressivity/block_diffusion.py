@@ -176,8 +176,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         token after each one. With `targets` [B, N] too, it returns no logits but the `loss` [n] of each
         `targets[targets != -100]`, and holds a bounded number of logits at a time.
 
-        Raises `ValueError` for a mask at a block's first token, and for arguments that the noisy stream does not
-        accept.
+        Raises `ValueError` for a mask at a block's first token, and for arguments of the clean stream only.
         """
         if masked is None:
             return super().forward(input_ids, **arguments)
@@ -237,8 +236,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
     ) -> torch.Tensor:
         """Returns logits [B, T, V] of one block after the keys and values `seen` by each layer; stores nothing.
 
-        `offset` is the place of the first token in its segment. If layers see more keys than `offset`, the rest are
-        memory.
+        `offset` is the place of the first token in its segment. Keys that layers see beyond these are memory.
         """
         model, (batch_size, width) = self.model, token_BT.shape
         layers: Any = model.layers

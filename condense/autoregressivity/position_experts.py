@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ..choices import check_choice
 from ..configuration import IGNORE_INDEX
 from .late_cache import LateCache
 from .wrapper import SegmentSums, WrapperConfig, WrapperForCausalLM, WrapperOutput, positions_of, real_tokens
@@ -148,8 +149,7 @@ def check_split(num_experts: int, split: str, length: int | None) -> None:
     """Raises `ValueError` for positions that can't be divided among the models."""
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts}: use at least 1 model.")
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} is not known: choose one of {', '.join(map(repr, SPLITS))}.")
+    check_choice("split", split, SPLITS)
     if split == "interval" and (length is None or length % num_experts):
         raise ValueError(
             f"length={length} does not divide into {num_experts} intervals: choose a multiple, or split='modulo'."

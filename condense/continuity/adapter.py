@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from ..choices import check_choice
 from ..configuration import POSITION_ANCHORS
 from .quadrature import RULES, Rule, quadrature_weights
 from .sentence import Sentence
@@ -51,8 +52,7 @@ class ContinuousLM:
         own_anchor = model.config.position_anchor if self.folded else "end" if self.table is None else "start"
         self.position_anchor = position_anchor or own_anchor
         self.rule = rule
-        if self.position_anchor not in POSITION_ANCHORS:
-            raise ValueError(f"position_anchor={position_anchor!r}: choose one of {', '.join(POSITION_ANCHORS)}.")
+        check_choice("position_anchor", self.position_anchor, POSITION_ANCHORS)
         self._check_rule(rule)
         if self.folded and self.position_anchor != own_anchor:
             raise ValueError(
@@ -72,8 +72,7 @@ class ContinuousLM:
             self._check_architecture()
 
     def _check_rule(self, rule: str) -> None:
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r}: choose one of {', '.join(RULES)}.")
+        check_choice("rule", rule, RULES)
         if self.folded and rule != "rectangle":
             raise ValueError(
                 "a folded model supports rule='rectangle' only: in a trapezoid, a sample's weight depends on the query."
@@ -97,7 +96,7 @@ class ContinuousLM:
         size = self.model.get_input_embeddings().num_embeddings
         if not bool(((sentence.ids_N >= 0) & (sentence.ids_N < size)).all()):
             raise ValueError(
-                f"the sentence has ids outside the vocabulary of {size} tokens, as of another tokenizer: encode the "
+                f"the sentence has ids outside the vocabulary of {size} tokens, as from another tokenizer: encode the "
                 "text with the tokenizer of this model."
             )
         return sentence.with_embeddings(self.model.get_input_embeddings()(sentence.ids_N.to(self.model.device)))
@@ -221,8 +220,7 @@ class ContinuousLM:
             )
 
     def _log_weights(self, sentence: Sentence, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log weights [T, last] of the samples before `last` for queries from `first` on, and their distances
-        in time."""
+        """Returns log weights [T, last] of samples before `last` for queries from `first` on, and distances in time."""
         log_weights = quadrature_weights(sentence.durations_N[:last], self.rule, first).log()
         times_N = sentence.time_steps_N[:last] if sentence.positions_N is None else sentence.positions_N[:last]
         return log_weights, times_N[first:, None] - times_N[None]

@@ -8,10 +8,11 @@ Axes: N samples, D hidden size, n selected samples.
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from ..choices import check_choice
 from ..durations import LONGEST_PAIR, durations_from_time_steps
 from .spans import TextSpan
 
@@ -27,8 +28,7 @@ class Sentence:
     A sentence is immutable: every operation returns a new one. Times are in float64 on the host; embeddings keep their
     device.
 
-    Raises `ValueError` for parts that do not fit together, nonpositive durations, and time steps that do not increase
-    strictly.
+    Raises `ValueError` for parts that do not fit together, nonpositive durations, and time steps that do not increase.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Sentence:
         return self.integration_start + self.durations_N.cumsum(0)
 
     def _with(self, **parts) -> "Sentence":
-        own = {"ids": self.ids_N, "embeddings": self.embeddings_ND, "durations": self.durations_N}
+        own: dict[str, Any] = {"ids": self.ids_N, "embeddings": self.embeddings_ND, "durations": self.durations_N}
         own |= {"integration_start": self.integration_start, "positions": self.positions_N}
         return Sentence(**(own | parts))
 
@@ -160,16 +160,14 @@ class Sentence:
         if not isinstance(density, int) or density < 1:
             raise ValueError(f"density={density}: pass a whole number of at least 1.")
         self._check_no_positions("densify")
+        check_choice("positions", positions, ("spread", "equal"))
+        check_choice("values", values, ("constant", "linear"))
         parts = {
             "ids": None if self.ids_N is None else self.ids_N.repeat_interleave(density),
             "durations": (self.durations_N / density).repeat_interleave(density),
         }
         if positions == "equal":
             parts["positions"] = self.time_steps_N.repeat_interleave(density)
-        elif positions != "spread":
-            raise ValueError(f"positions={positions!r}: choose spread or equal.")
-        if values not in ("constant", "linear"):
-            raise ValueError(f"values={values!r}: choose constant or linear.")
         if self.embeddings_ND is not None:
             here_ND = self.embeddings_ND.repeat_interleave(density, dim=0)
             before_ND = torch.cat([self.embeddings_ND[:1], self.embeddings_ND[:-1]]).repeat_interleave(density, dim=0)
@@ -192,21 +190,18 @@ def interpolate(
     """
     if len(first) != len(second):
         raise ValueError(
-            f"sentences of {len(first)} and {len(second)} samples can't be interpolated: pass two with the same number "
-            "of samples."
+            f"sentences of {len(first)} and {len(second)} samples can't be interpolated: pass two of the same length."
         )
     if first.embeddings_ND is None or second.embeddings_ND is None:
         raise ValueError("token ids can't be interpolated: embed both sentences first.")
     if first.positions_N is not None or second.positions_N is not None:
         raise ValueError("samples with fixed positions can't be interpolated: do it before densify.")
-    if how not in ("linear", "spherical"):
-        raise ValueError(f"how={how!r}: choose linear or spherical.")
+    check_choice("how", how, ("linear", "spherical"))
     kinds = [(tuple(one.shape), one.dtype) for one in (first.embeddings_ND, second.embeddings_ND)]
     if kinds[0] != kinds[1]:
         (shape, dtype), (other_shape, other_dtype) = kinds
         raise ValueError(
-            f"embeddings of shape {shape} and {dtype} do not fit shape {other_shape} and {other_dtype}: use one model "
-            "for both."
+            f"embeddings of {shape} and {dtype} do not fit {other_shape} and {other_dtype}: use one model for both."
         )
     between = torch.lerp if how == "linear" else _slerp
     return Sentence(

@@ -187,7 +187,7 @@ DAMAGES = {
     "cut": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]), "is damaged"),
     "empty weights": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "is damaged or incomplete"),
     "pointer": (lambda folder: (folder / WEIGHTS).write_bytes(POINTER), "is a Git LFS pointer"),
-    "other models": (lambda folder: change(folder / CONFIG, peft_type="XLORA"), "loads the other models that"),
+    "other models": (lambda folder: change(folder / CONFIG, peft_type="XLORA"), "loads other models that"),
 }
 
 

@@ -87,7 +87,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
         return_dict: bool | None = None,
         **unused: Any,
     ) -> MultiTokenOutput:
-        """input_ids [B, N] and attention_mask [B, N], 0 at padding, on either side.
+        """Reads input_ids [B, N]; attention_mask [B, N] is 0 at padding, on either side.
 
         labels [B, N]: `loss` is the mean cross-entropy over all tokens and heads whose target lies in the text. With
         `num_items_in_batch` it is the sum divided by it. `supervised="first_head"` uses only next tokens.

@@ -89,7 +89,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         return_dict: bool | None = None,
         **unused: Any,
     ) -> WrapperOutput:
-        """input_ids [B, N] and attention_mask [B, N], 0 at padding, on either side.
+        """Reads input_ids [B, N]; attention_mask [B, N] is 0 at padding, on either side.
 
         labels [B, N]: `loss` is the mean cross-entropy of next tokens, each predicted by the owner of the position
         before it. With `num_items_in_batch` it is the sum divided by it. No logits are returned with a loss.

@@ -219,7 +219,7 @@ def test_sampling_follows_the_distribution():
 
 @pytest.mark.parametrize(("order", "holds"), [(None, True), ("confidence", False)])
 def test_sampling_over_several_steps(monkeypatch, order, holds):
-    """Where tokens are independent, each has its probability; not so where unlikely draws are repeated."""
+    """If tokens are independent, each has its probability; not so if unlikely draws are repeated."""
     model, prompt = block_model(6), random_ids(1, 7)
     logits = torch.zeros(61, dtype=torch.float64)
     logits[7] = 4.0  # with a probability of 0.476

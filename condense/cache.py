@@ -18,6 +18,7 @@ from .durations import Timeline
 from .memory import Memory
 from .recording import CROP_TOKENS, CacheSnapshot, Recording
 from .segmentation import Chunk, SegmentPositions, on_device
+from .transforms import autocast_dtype
 
 # The fields that a cache and a model must have in common.
 SHARED_FIELDS = (
@@ -85,9 +86,8 @@ class FoldedCache(Cache):
         """Raises `ValueError` after an interrupted call: only some layers hold its tokens, or only some tokens."""
         if self.is_being_written:
             raise ValueError(
-                "a call that wrote to this cache was interrupted, so it holds a part of that call's tokens: begin "
-                "again with FoldedCache(config) or reset(), or take a snapshot() before a call that may fail and "
-                "restore() it."
+                "a call that wrote to this cache was interrupted, so only some of its tokens are there: reset() the "
+                "cache, or take a snapshot() before a call that may fail and restore() it."
             )
 
     def begin_call(self) -> None:
@@ -175,8 +175,7 @@ class FoldedCache(Cache):
         return CacheSnapshot(
             made_for=self.made_for,
             buffers=[[buffer.clone() for buffer in layer.buffers] for layer in self.layers],
-            offsets=list(self.positions.offsets),
-            segments=list(self.positions.segments),
+            positions=copy.deepcopy(self.positions),
             timeline=copy.copy(timeline),  # its tensors are replaced, never written
             last_hidden_BD=self.last_hidden_BD,  # likewise
             computed_in=self.computed_in,
@@ -193,10 +192,9 @@ class FoldedCache(Cache):
             raise ValueError("the snapshot is from a cache of another model: restore one of this cache's own.")
         for layer, buffers in zip(self.layers, snapshot.buffers, strict=True):
             layer.restore(buffers)
-        if len(snapshot.offsets) != self.batch_size:
+        if len(snapshot.positions.offsets) != self.batch_size:
             self.static_decoding = None  # it would keep the old rows' buffers alive
-        self.positions.offsets, self.positions.segments = list(snapshot.offsets), list(snapshot.segments)
-        self.timeline = copy.copy(snapshot.timeline)
+        self.positions, self.timeline = copy.deepcopy(snapshot.positions), copy.copy(snapshot.timeline)
         self.last_hidden_BD, self.num_columns = snapshot.last_hidden_BD, snapshot.num_columns
         self.computed_in = snapshot.computed_in
         self.is_being_written = False
@@ -255,14 +253,14 @@ class FoldedCache(Cache):
 
         Keys and values after the offset stay in the buffers: the next tokens replace them.
         """
-        offset, segments, rolled = self.positions.offsets[0] - num_tokens, list(self.positions.segments), None
+        offset, rolled = self.positions.offsets[0] - num_tokens, None
         while offset < 0:  # the tokens begin in an earlier segment
-            rolled = recording.rolls.pop()
-            offset, segments, self.timeline = offset + self.config.segment_length, rolled.segments, rolled.timeline
+            offset, rolled = offset + self.config.segment_length, recording.rolls.pop()
         if rolled is not None:
             for layer, buffers in zip(self.layers, rolled.buffers, strict=True):
                 layer.restore(buffers)
-        self.positions.offsets, self.positions.segments = [offset] * self.batch_size, list(segments)
+            self.positions, self.timeline = rolled.positions, rolled.timeline
+        self.positions.offsets = [offset] * self.batch_size
         if self.timeline is not None:
             self.timeline = copy.copy(self.timeline)
             self.timeline.crop(self.positions.offsets)
@@ -293,14 +291,14 @@ class FoldedCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """The size of all rows' state in bytes."""
+        """Returns the size of all rows' state in bytes."""
         tensors = self._tensors() + ([] if self.timeline is None else self.timeline.tensors)
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     # The rest of transformers' interface
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The number of input columns seen, padding included."""
+        """Returns the number of input columns seen, padding included."""
         return self.num_columns
 
     @property
@@ -354,7 +352,5 @@ class FoldedCache(Cache):
 
 
 def _computes_in(like: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    """The dtype and the device of keys, which autocast changes."""
-    kind = like.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast else like.dtype, like.device
+    """Returns the dtype of keys, which is autocast's if it is on, and their device."""
+    return autocast_dtype(like.device) or like.dtype, like.device

@@ -36,7 +36,7 @@ class FoldedCacheLayer(CacheLayerMixin):
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """The four buffers; none before the first token."""
+        """Returns the four buffers; none before the first token."""
         return [getattr(self, name) for name in BUFFERS] if self.is_initialized else []
 
     def lazy_initialization(self, key_states, value_states, num_evaluations: int = 1) -> None:
@@ -89,12 +89,8 @@ class FoldedCacheLayer(CacheLayerMixin):
             self.values = self._rolled(self.values, self.next_values, chunk)
 
     def _rolled(self, buffer_BG2LE, next_BGLE, chunk: Chunk):
-        rolled = _writable(buffer_BG2LE)
-        completed = (
-            slice(None)
-            if len(chunk.completed_rows) == chunk.batch_size
-            else [chunk.rows[r] for r in chunk.completed_rows]
-        )
+        rolled, rows = _writable(buffer_BG2LE), chunk.completed_rows
+        completed = slice(None) if len(rows) == chunk.batch_size else rows
         by_evaluation = rolled.unflatten(1, (-1, next_BGLE.shape[1]))  # a view: all of them see the same memory
         by_evaluation[completed, :, :, : self.segment_length] = next_BGLE[completed, None]
         return rolled
@@ -163,11 +159,7 @@ def _takes(own: torch.Tensor, saved: torch.Tensor) -> bool:
 
 
 def _write(
-    buffer_BGKE: torch.Tensor,
-    values_RGTE: torch.Tensor,
-    chunk: Chunk,
-    first_key: int = 0,
-    heads: slice = ALL_HEADS,
+    buffer_BGKE: torch.Tensor, values_RGTE: torch.Tensor, chunk: Chunk, first_key: int = 0, heads: slice = ALL_HEADS
 ) -> torch.Tensor:
     """Writes a chunk's tokens at each row's offset in its segment, which begins at key `first_key` of the buffer."""
     written = _writable(buffer_BGKE)

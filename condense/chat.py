@@ -1,11 +1,13 @@
 """Prompts in a tokenizer's chat template, and the tokens that end an answer.
 
 The prompt is a user's message, and the assistant's answer follows. The template brings its own first token, so the
-tokenizer adds none. Templates that write today's date, such as Llama 3.2's, always get the same date, so that the same
-prompt has the same tokens.
+tokenizer adds none. Templates that write today's date, such as Llama 3.2's, always get the same date, so a prompt
+always has the same tokens.
 """
 
 from typing import Any
+
+from .text import plain_ids
 
 DATE = "26 Jul 2024"  # the default date of Llama 3.2's templates
 FIXED_DATE = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"  # for templates that ask for today's date
@@ -43,7 +45,7 @@ def chat_text(tokenizer: Any, prompt: str) -> str:
 
 def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
     """Returns the tokens before an answer to a prompt."""
-    return _ids(tokenizer, chat_text(tokenizer, prompt))
+    return plain_ids(tokenizer, chat_text(tokenizer, prompt))
 
 
 def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -54,7 +56,7 @@ def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     before, found, after = chat_text(tokenizer, MESSAGE).partition(MESSAGE)
     if not found or MESSAGE in after:
         raise ValueError("the chat template does not hold the user's message once and unchanged: use another template.")
-    return _ids(tokenizer, before), _ids(tokenizer, after)
+    return plain_ids(tokenizer, before), plain_ids(tokenizer, after)
 
 
 def end_tokens(model: Any, tokenizer: Any, chat: bool = False) -> set[int]:
@@ -70,7 +72,7 @@ def _end_of_turn(tokenizer: Any) -> int | None:
     """Returns the special token after the assistant's message; None if the template ends it with ordinary text."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MESSAGE}]
     after = _rendered(tokenizer, turns, add_generation_prompt=False).rpartition(MESSAGE)[2]
-    first = _ids(tokenizer, after)[:1]
+    first = plain_ids(tokenizer, after)[:1]
     return first[0] if first and first[0] in tokenizer.added_tokens_decoder else None
 
 
@@ -91,7 +93,3 @@ def _rendered(tokenizer: Any, turns: list[dict[str, str]], add_generation_prompt
 
 def _letters(text: str) -> str:
     return "".join(text.split()).casefold()
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -11,6 +11,7 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from .cache import FoldedCache
+from .choices import check_choice
 from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
 from .token_inputs import check_token_inputs
 
@@ -23,15 +24,12 @@ OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
 def check_dtype(name: str) -> None:
     """Raises `ValueError` for a dtype that models can't be loaded in."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype={name!r} is not known: choose one of {', '.join(DTYPES)}.")
+    check_choice("dtype", name, DTYPES)
 
 
 def check_attention_name(name: str) -> None:
     """Raises `ValueError` for an implementation of attention that does not exist."""
-    if name not in ATTENTION_IMPLEMENTATIONS:
-        known = ", ".join(ATTENTION_IMPLEMENTATIONS)
-        raise ValueError(f"attn_implementation={name!r} is not known: choose one of {known}.")
+    check_choice("attn_implementation", name, ATTENTION_IMPLEMENTATIONS)
 
 
 def has_flash_cute() -> bool:
@@ -95,8 +93,7 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
         raise ValueError(f"the input has shape {tuple(tokens.shape)}: pass at least one token, {expected}.")
     if inputs_embeds is not None and inputs_embeds.shape[2] != config.hidden_size:
         raise ValueError(
-            f"inputs_embeds are {inputs_embeds.shape[2]} wide and the model {config.hidden_size}: pass embeddings of "
-            "this model."
+            f"inputs_embeds are {inputs_embeds.shape[2]} wide and the model {config.hidden_size}: pass its embeddings."
         )
     if inputs_embeds is not None and not inputs_embeds.is_floating_point():
         raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}: pass floating point numbers.")
@@ -107,8 +104,7 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
         wrong = lowest if lowest < 0 else highest
         if wrong < 0 or wrong >= config.vocab_size:
             raise ValueError(
-                f"token id {wrong} does not exist in a vocabulary of {config.vocab_size}: use the tokenizer that "
-                "belongs to this checkpoint."
+                f"token id {wrong} does not exist in a vocabulary of {config.vocab_size}: use the model's tokenizer."
             )
     return tokens
 
@@ -129,15 +125,19 @@ def _check_labels(config, labels: torch.Tensor, shape: tuple[int, int]) -> None:
                 f"labels reach from {known.min().item()} to {known.max().item()} in a vocabulary of "
                 f"{config.vocab_size}: pass token ids, and {IGNORE_INDEX} at tokens that are not predicted."
             )
-    if tuple(labels.shape) != shape:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit an input of shape {shape}: pass one label per token."
-        )
+    _check_shape("labels", labels, shape)
 
 
 def _check_whole_numbers(name: str, ids: torch.Tensor) -> None:
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} are {ids.dtype}: pass token ids as whole numbers (torch.long).")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int], *others: tuple[int, int]) -> None:
+    if tuple(tensor.shape) not in (shape, *others):
+        raise ValueError(
+            f"{name} of shape {tuple(tensor.shape)} do not fit an input of shape {shape}: pass one for each token."
+        )
 
 
 def _check_cache(config, cache) -> None:
@@ -166,11 +166,7 @@ def _check_mask(attention_mask: torch.Tensor, shape: tuple[int, int], cache: Fol
 
 def _check_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
     """Raises `ValueError` unless positions are consecutive at the real tokens of each row."""
-    if tuple(position_ids.shape) not in (shape, (1, shape[1])):
-        raise ValueError(
-            f"position_ids of shape {tuple(position_ids.shape)} do not fit an input of shape {shape}: pass one "
-            "position per token."
-        )
+    _check_shape("position_ids", position_ids, shape, (1, shape[1]))
     if shape[1] == 1:
         return
     real_BN = real_tokens(attention_mask, shape[1])

@@ -82,7 +82,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NUMBER|LOG",
-            help="With --dry-run: hours from a measured rate. A number is that of the whole run, over all ranks; the "
+            help="With --dry-run: hours from a measured rate. A number is the rate of the whole run, all ranks; the "
             "log.jsonl of an earlier run of the same model and length is scaled to the number of ranks.",
             show_default=False,
         ),
@@ -94,11 +94,23 @@ def train(
     """
     # Preflight checks the package of report_to.
     check_installed("condense train", "train", without=("tensorboard", *(["deepspeed"] if dry_run else [])))
-    if dry_run:
-        _print_plan(recipe, overrides or [], ranks, report, gpu_memory, tokens_per_second)
-    else:
+    if not dry_run:
         _check_no_plan_options(report, gpu_memory, tokens_per_second)
         _run_recipe(recipe, overrides or [], ranks)
+        return
+    import torch
+
+    from condense.files import check_output_file
+    from condense.training.planning.dry_run import dry_run as plan_run
+    from condense.training.recipe import load_recipe
+
+    if report is not None:
+        check_output_file(report)
+    planned = load_recipe(recipe, overrides or [])
+    figures, text = plan_run(planned, ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second)
+    print(text)
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
 
 def _check_no_plan_options(report: Path | None, gpu_memory: float | None, tokens_per_second: str | None) -> None:
@@ -108,30 +120,6 @@ def _check_no_plan_options(report: Path | None, gpu_memory: float | None, tokens
     for name, value in (("--gpu-memory", gpu_memory), ("--tokens-per-second", tokens_per_second)):
         if value is not None:
             raise ValueError(f"{name} {value} needs --dry-run: it changes what is planned, not what is run.")
-
-
-def _print_plan(
-    recipe: str,
-    overrides: list[str],
-    ranks: int | None,
-    report: Path | None,
-    gpu_memory: float | None,
-    tokens_per_second: str | None,
-) -> None:
-    """Prints the plan of a run and the memory that it needs, and writes the figures to the report, if requested."""
-    import torch
-
-    from condense.files import check_output_file
-    from condense.training.planning.dry_run import dry_run
-    from condense.training.recipe import load_recipe
-
-    if report is not None:
-        check_output_file(report)
-    planned = load_recipe(recipe, overrides)
-    figures, text = dry_run(planned, ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second)
-    print(text)
-    if report is not None:
-        report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
 
 def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:

@@ -30,8 +30,7 @@ def convert(
     segment_length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a segment; default from the adapters' training, the source, or 512.",
-            show_default=False,
+            help="Tokens of a segment; default from the adapters' training, the source, or 512.", show_default=False
         ),
     ] = None,
     memory_source: Annotated[
@@ -70,7 +69,7 @@ def convert(
     from condense.adapters import check_adapters, merge_adapters, trained_segment_length
     from condense.checks import check_dtype
     from condense.families import family_of
-    from condense.files import check_new_folder
+    from condense.files import atomic_folder, check_new_folder, use_default_mode
     from condense.loading import load_config, load_model, load_tokenizer
 
     check_dtype(dtype)
@@ -88,18 +87,12 @@ def convert(
     if merge is not None:
         model = merge_adapters(model, merge)
     written = blocks.convert(model, stock)
-    _save(written, tokenizer, target)
-    form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
-    print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")
-
-
-def _save(model: Any, tokenizer: Any, target: Path) -> None:
-    from condense.files import atomic_folder, use_default_mode
-
     with atomic_folder(target) as folder:
-        model.save_pretrained(folder)
+        written.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         use_default_mode(folder)
+    form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
+    print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")
 
 
 _own = [parameter for name, parameter in inspect.signature(convert).parameters.items() if name != "block"]

@@ -71,7 +71,7 @@ def generate(
 
     check_dtype(dtype)
     check_attention(attention)
-    sampling = _sampling(temperature)
+    options = {"max_new_tokens": max_new_tokens, **_sampling(temperature)}
     if report is not None:
         check_output_file(report)
     before = "" if prompt_file is None else read_text(prompt_file)
@@ -88,12 +88,14 @@ def generate(
         _check_chat(model, before, asked)
     loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
     loaded.fixed_decoding = fixed
-    options = {"max_new_tokens": max_new_tokens, **sampling}
-    answer = _answering(loaded, tokenizer, before, chat, seed, components, options)
+
+    def answer(text: str, stream: bool) -> dict[str, Any]:
+        return _answer(loaded, tokenizer, before + text, settings, options, stream)
+
     if file is not None:
         _answer_all(asked, file, answer)
     else:
-        _report_answer(answer(prompt, stream=True), report)
+        _report_answer(answer(prompt, True), report)
 
 
 def _asked(
@@ -130,37 +132,15 @@ def _answer_file(path: Path, asked: Sequence[Any], model: str, before: str, sett
 
 def _check_chat(model: str, before: str, asked: Sequence[Any]) -> None:
     """Raises `ValueError` for a model without a chat template, and for a prompt that its template rejects."""
-    from condense.chat import chat_text, check_chat_template
+    from transformers import AutoConfig
 
-    tokenizer = _load_tokenizer(model)
+    from condense.chat import chat_text, check_chat_template
+    from condense.loading import load_config, load_tokenizer
+
+    tokenizer = load_tokenizer(model, load_config(AutoConfig, model))
     check_chat_template(tokenizer, model)
     for one in asked:
         chat_text(tokenizer, before + one.text)
-
-
-def _answering(
-    model: Any,
-    tokenizer: Any,
-    before: str,
-    chat: bool,
-    seed: int,
-    components: list[float] | None,
-    options: dict[str, Any],
-) -> Callable[..., dict[str, Any]]:
-    """Returns the function that answers a prompt; `options` are arguments of `generate`."""
-    import torch
-
-    from condense.chat import end_tokens
-
-    if chat:
-        options = options | {"eos_token_id": sorted(end_tokens(model, tokenizer, chat=True)) or None}
-    given = {} if components is None else {"control": torch.tensor([components], device=model.device)}
-
-    def answer(text: str, stream: bool) -> dict[str, Any]:
-        figures = _answer(model, tokenizer, before + text, chat, seed, options, given, stream)
-        return figures | {"chat": chat, "control": components}
-
-    return answer
 
 
 def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str, Any]]) -> None:
@@ -168,31 +148,56 @@ def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str,
     from condense.progress import ProgressBar
 
     for prompt in ProgressBar(asked[file.num_answered :], total=len(asked), initial=file.num_answered, unit="prompt"):
-        file.append(prompt, answer(prompt.text, stream=False))
+        file.append(prompt, answer(prompt.text, False))
     print(f"{file.path}: {len(asked):,} answers, {file.num_answered:,} of them from before", file=sys.stderr)
 
 
 def _answer(
-    model: Any, tokenizer: Any, text: str, chat: bool, seed: int, options: dict[str, Any], given: Any, stream: bool
+    model: Any, tokenizer: Any, text: str, settings: dict[str, Any], options: dict[str, Any], stream: bool
 ) -> dict[str, Any]:
-    """Returns the answer to a text and the figures of reading and writing."""
-    from condense.chat import chat_text
+    """Returns the answer to a text and the figures of reading and writing. `options` are arguments of `generate`."""
+    import torch
+    from transformers import LogitsProcessorList, TextStreamer
+
+    from condense.chat import chat_text, end_tokens
+    from condense.generation import RefuseNonFiniteLogits
     from condense.text import encode
 
-    # A chat template brings its own first token.
-    input_ids = encode(tokenizer, chat_text(tokenizer, text), with_first=False) if chat else encode(tokenizer, text)
-    cache, prefill_seconds = _prefill(model, input_ids[:, :-1], stream, **given)
-    output, decoding_seconds = _decode(model, tokenizer, input_ids, cache, seed, stream, **options, **given)
+    chat, control = settings["chat"], settings["control"]
+    if chat:
+        options = options | {"eos_token_id": sorted(end_tokens(model, tokenizer, chat=True)) or None}
+        input_ids = encode(tokenizer, chat_text(tokenizer, text), with_first=False)  # the template has a first token
+    else:
+        input_ids = encode(tokenizer, text)
+    given = {} if control is None else {"control": torch.tensor([control], device=model.device)}
+    torch.manual_seed(settings["seed"])
+    start = time.perf_counter()
+    cache = _prefill(model, input_ids[:, :-1], stream, **given)
+    middle = time.perf_counter()
+    with torch.no_grad():
+        output = model.generate(
+            input_ids.to(model.device),  # with the tokens in the cache: penalties of repeated tokens count them
+            attention_mask=torch.ones_like(input_ids, device=model.device),
+            past_key_values=cache,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
+            logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
+            return_dict_in_generate=True,
+            **options,
+            **given,
+        )
+    end = time.perf_counter()
     num_tokens = input_ids.shape[1]
     new_ids = output.sequences[0, num_tokens:]
     return {
         "prompt_tokens": num_tokens,
-        "prompt_tokens_per_second": (num_tokens - 1) / prefill_seconds if num_tokens > 1 else None,
+        "prompt_tokens_per_second": (num_tokens - 1) / (middle - start) if num_tokens > 1 else None,
         "new_tokens": len(new_ids),
-        "new_tokens_per_second": len(new_ids) / decoding_seconds,
+        "new_tokens_per_second": len(new_ids) / (end - middle),
         "state_bytes": output.past_key_values.num_bytes,
         "segment_length": model.config.segment_length,
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
+        "chat": chat,
+        "control": control,
     }
 
 
@@ -243,63 +248,20 @@ def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
     return model, load_tokenizer(source, model.config)
 
 
-def _load_tokenizer(source: str) -> Any:
-    """Returns the tokenizer of a model that is not loaded."""
-    from transformers import AutoConfig
-
-    from condense.loading import load_config, load_tokenizer
-
-    return load_tokenizer(source, load_config(AutoConfig, source))
-
-
-def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> tuple[Any, float]:
-    """Returns the cache after a prompt, None for an empty prompt, and the seconds."""
+def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> Any:
+    """Returns the cache after a prompt, None for an empty prompt."""
     from condense.prefill import prefill
     from condense.progress import ProgressBar
 
-    start, num_tokens, cache = time.perf_counter(), input_ids.shape[1], None
-    if num_tokens:
-        num_segments = -(-num_tokens // model.config.segment_length)
-        with ProgressBar(total=num_segments, unit="segment", desc="reading", disable=not with_bar) as bar:
-            cache = prefill(model, input_ids, progress=bar.update, restart_columns=False, **options)
-    return cache, time.perf_counter() - start
-
-
-def _decode(
-    model: Any, tokenizer: Any, input_ids: Any, cache: Any, seed: int, stream: bool, **options: Any
-) -> tuple[Any, float]:
-    """Returns the output of `generate` after a prompt whose tokens, except the last, are in the cache, and the seconds.
-
-    `generate` gets the whole prompt because penalties of repeated tokens count its tokens too.
-    """
-    import torch
-    from transformers import LogitsProcessorList, TextStreamer
-
-    from condense.generation import RefuseNonFiniteLogits
-
-    torch.manual_seed(seed)
-    start = time.perf_counter()
-    with torch.no_grad():
-        output = model.generate(
-            input_ids.to(model.device),
-            attention_mask=torch.ones_like(input_ids, device=model.device),
-            past_key_values=cache,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
-            logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
-            return_dict_in_generate=True,
-            **options,
-        )
-    return output, time.perf_counter() - start
+    if not input_ids.numel():
+        return None
+    num_segments = -(-input_ids.shape[1] // model.config.segment_length)
+    with ProgressBar(total=num_segments, unit="segment", desc="reading", disable=not with_bar) as bar:
+        return prefill(model, input_ids, progress=bar.update, restart_columns=False, **options)
 
 
 def _report_answer(figures: dict[str, Any], report: Path | None) -> None:
     """Prints the figures of a single answer, and writes them to the report, if requested."""
-    _print_figures(figures)
-    if report is not None:
-        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
-def _print_figures(figures: dict[str, Any]) -> None:
     rate = figures["prompt_tokens_per_second"]
     read_rate = "" if rate is None else f" at {rate:,.0f} tokens/s"
     print(
@@ -307,3 +269,5 @@ def _print_figures(figures: dict[str, Any]) -> None:
         f"{figures['new_tokens_per_second']:,.1f} tokens/s; state held: {figures['state_bytes']:,} bytes",
         file=sys.stderr,
     )
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")

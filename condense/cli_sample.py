@@ -33,7 +33,7 @@ def llama(
     layers: Layers = 2,
     task: Annotated[LlamaTask, typer.Option(help="Its purpose: the words that it knows.")] = LlamaTask.passkey,
 ) -> None:
-    """A small Llama and a tokenizer of whole words."""
+    """Writes a small Llama and a tokenizer of whole words."""
     from condense.training.small_llama import save_small_llama
 
     quiet()
@@ -43,7 +43,7 @@ def llama(
 
 @samples.command()
 def data(folder: Folder, seed: Seed = 0) -> None:
-    """A small Llama, stories, and articles with summaries, for every recipe."""
+    """Writes a small Llama, stories, and articles with summaries, for every recipe."""
     check_installed("condense sample data", "train")
     from condense.training.sample_data import write_sample_data
 
@@ -62,7 +62,7 @@ def facts(
     words: Annotated[int, typer.Option(help="Words of the texts that the tokenizer knows.")] = 1500,
     seed: Seed = 0,
 ) -> None:
-    """A small Llama that knows the words of the facts, and the commonest words of given texts."""
+    """Writes a small Llama that knows the words of the facts, and the commonest words of given texts."""
     check_installed("condense sample facts", "train")
     from condense.training.facts_data import write_facts_llama
 

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .choices import check_choice
 from .families import FAMILIES, check_family, check_window, folded_fields
 from .laboratories import STOCK_MODELS
 from .peft_support import add_default_targets
@@ -37,7 +38,7 @@ class CondenseConfig(LlamaConfig):
         M = X + a (Y - X). One number, or a list with one for each layer; with any above 0 information passes through
         any number of segments.
     bptt_segments: None lets gradients cross every segment border; `k` detaches the memory after
-        segments k, 2k, 3k ..., so that a graph spans k segments.
+        segments k, 2k, 3k ..., so a graph spans k segments.
     schedule: the order in which (layer, segment) cells run: `"sequential"` runs all layers of a segment and
         then the next segment, `"wavefront"` runs all cells of a diagonal at once, `"graph"` replays CUDA graphs of
         groups of segments; `"auto"` trains by graphs on CUDA, and elsewhere chooses one of the others by size.
@@ -82,9 +83,7 @@ class CondenseConfig(LlamaConfig):
             ("schedule", SCHEDULES),
             ("position_anchor", POSITION_ANCHORS),
         ):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(repr, choices))}.")
+            check_choice(name, getattr(self, name), choices)
         _check_share(self.memory_share, self.num_hidden_layers)
         if self.memory_source == "layer_input" and self.memory_share != 1:
             raise ValueError(
@@ -94,7 +93,7 @@ class CondenseConfig(LlamaConfig):
 
     @property
     def memory_shares(self) -> tuple[float, ...]:
-        """Each layer's share of its output in its memory."""
+        """Returns each layer's share of its output in its memory."""
         if self.memory_source == "layer_input":
             return (0.0,) * self.num_hidden_layers
         if isinstance(self.memory_share, list):
@@ -103,7 +102,7 @@ class CondenseConfig(LlamaConfig):
 
     @property
     def control_size(self) -> int:
-        """The number of components of the control that the model takes."""
+        """Returns the number of components of the control that the model takes."""
         return self.depth["control_size"] if self.depth else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,8 +117,7 @@ class CondenseConfig(LlamaConfig):
         model_type = config_dict.get("model_type")
         if model_type is None:
             raise ValueError(
-                f"{pretrained_model_name_or_path!r} has no config.json that names its model_type: pass the folder or "
-                "hub id of a model."
+                f"{pretrained_model_name_or_path!r} has no config.json with a model_type: pass a folder or hub id."
             )
         own = (cls.model_type, *STOCK_MODELS)
         if model_type not in (*own, *FAMILIES):
@@ -144,26 +142,24 @@ def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
     heads, groups = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads and groups and heads % groups:
         raise ValueError(
-            f"{where}num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}: correct one of "
-            "them."
+            f"{where}num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}: correct one."
         )
     if (head_dim := fields.get("head_dim")) and head_dim % 2:
         raise ValueError(f"{where}head_dim={head_dim}: rotary positions need an even number.")
     padding, vocabulary = fields.get("pad_token_id"), fields.get("vocab_size")
     if isinstance(padding, int) and isinstance(vocabulary, int) and padding >= vocabulary:
         raise ValueError(
-            f"{where}pad_token_id={padding} does not exist in a vocabulary of {vocabulary}: choose a token of it, or "
-            "None."
+            f"{where}pad_token_id={padding} does not exist in a vocabulary of {vocabulary}: choose another, or None."
         )
     activation, rope = fields.get("hidden_act"), fields.get("rope_parameters") or fields.get("rope_scaling")
     rope_type = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
     theta = fields.get("rope_theta") if not isinstance(rope, Mapping) else rope.get("rope_theta", 1)
     if theta is not None and not (isinstance(theta, int | float) and theta > 0):
         raise ValueError(f"{where}rope_theta={theta!r}: pass a number above 0.")
-    known = {"hidden_act": (activation, sorted(ACT2FN)), "rope_type": (rope_type, ["default", *ROPE_INIT_FUNCTIONS])}
-    for name, (value, choices) in known.items():
-        if value is not None and value not in choices:
-            raise ValueError(f"{where}{name}={value!r} is not known: choose one of {', '.join(choices)}.")
+    if activation is not None:
+        check_choice(where + "hidden_act", activation, sorted(ACT2FN))
+    if rope_type is not None:
+        check_choice(where + "rope_type", rope_type, ["default", *ROPE_INIT_FUNCTIONS])
 
 
 def _check_frequencies(config: CondenseConfig) -> None:
@@ -201,8 +197,7 @@ def _check_rope_length(config: CondenseConfig) -> None:
 def _check_share(share: Any, num_layers: int) -> None:
     if isinstance(share, list) and len(share) != num_layers:
         raise ValueError(
-            f"memory_share={share!r} has {len(share)} numbers for {num_layers} layers: pass one number, or one for "
-            "each layer."
+            f"memory_share={share!r} has {len(share)} numbers for {num_layers} layers: pass one, or one for each layer."
         )
     for one in share if isinstance(share, list) else [share]:
         if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:

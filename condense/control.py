@@ -35,22 +35,22 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
 
 
 def check_control_of_prompt(arguments: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a control that is not a tensor of texts or of tokens, and for a control of tokens that
-    ends before the prompt does. `generate` has prepared the `arguments`: it drops a mask without padding and keeps the
-    positions.
+    """Raises `ValueError` for a control that is not a tensor of texts or of tokens, or ends before the prompt does.
+
+    `generate` has prepared the `arguments`: it drops a mask without padding and keeps the positions.
     """
-    control = arguments.get("control")
-    if control is not None and not (isinstance(control, torch.Tensor) and control.dim() in (2, 3)):
+    control, mask, positions = (arguments.get(name) for name in ("control", "attention_mask", "position_ids"))
+    if control is None:
+        return
+    if not isinstance(control, torch.Tensor) or control.dim() not in (2, 3):
         found = f"shape {tuple(control.shape)}" if isinstance(control, torch.Tensor) else type(control).__name__
         raise ValueError(f"control is of {found}: pass a tensor [texts, components] or [texts, tokens, components].")
-    control, mask, positions = (arguments.get(name) for name in ("control", "attention_mask", "position_ids"))
     columns = positions if mask is None else mask
-    if control is None or columns is None or control.dim() != 3 or control.shape[1] >= columns.shape[1]:
-        return
-    raise ValueError(
-        f"control has {control.shape[1]} columns and the prompt {columns.shape[1]}: pass one for each token, or one "
-        "for each text. New tokens have the control of their column, or that of the last one."
-    )
+    if columns is not None and control.dim() == 3 and control.shape[1] < columns.shape[1]:
+        raise ValueError(
+            f"control has {control.shape[1]} columns and the prompt {columns.shape[1]}: pass one for each token, or "
+            "one for each text. New tokens have the control of their column, or of the last one."
+        )
 
 
 def zero_control(control_size: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ def control_of_chunk(control: torch.Tensor, batch: UnpaddedBatch, chunk: Chunk) 
 
 
 def control_of_columns(control: torch.Tensor, seen: int, num_columns: int) -> torch.Tensor:
-    """Returns the control [B, num_columns, C] of the columns after `seen`: new ones get that of the last column.
+    """Returns the control [B, num_columns, C] of the columns after `seen`: new ones get the control of the last column.
 
     A control for each text stays as it is.
     """

@@ -34,7 +34,7 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
 def with_weights_of(
     model: Any, config_class: Any, model_class: Any, weights: Mapping[str, torch.Tensor] | None = None, **fields: Any
 ) -> Any:
-    """Returns a stock model with the given weights or those of `model`; `fields` change fields of its configuration."""
+    """Returns a stock model with the given weights, or the weights of `model`; `fields` change its configuration."""
     kept = model.config.to_dict()
     foreign = [name for name in LlamaConfig.__annotations__ if not hasattr(config_class, name)]
     for name in [*CondenseConfig.__annotations__, "model_type", "architectures", *foreign]:
@@ -45,9 +45,7 @@ def with_weights_of(
     attention = None if attention in OWN_ATTENTION else attention
     made = model_class(config_class(**(kept | fields), attn_implementation=attention))
     made.load_state_dict(model.state_dict() if weights is None else weights, assign=True)
-    if (
-        model.lm_head.weight is model.model.embed_tokens.weight
-    ):  # a checkpoint may hold both although its config ties them
+    if model.lm_head.weight is model.model.embed_tokens.weight:  # a checkpoint may hold both, whatever its config says
         made.tie_weights()
     made.generation_config = model.generation_config
     name_as_in_memory(made, model.config.name_or_path, "converted")

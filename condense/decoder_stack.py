@@ -36,8 +36,7 @@ class DecoderBlock(Protocol):
         """Returns the output [R, T, D] and this chunk's part of the next memory, or None for a block without memory.
 
         `key_values` holds the memory that the block returned for the segment before. In a cache it also holds the keys
-        and values of earlier chunks of the current segment. If there is no memory, it is None without a cache and an
-        empty layer with one.
+        and values of earlier chunks of the current segment. Without a memory it is None, or an empty layer of a cache.
         """
         ...
 

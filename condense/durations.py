@@ -26,7 +26,7 @@ LONGEST_PAIR = 2**24
 
 
 def durations_from_time_steps(time_steps_BN: torch.Tensor, integration_start: float) -> torch.Tensor:
-    """Durations [B, N] of tokens observed at the times `time_steps_BN`.
+    """Returns the durations [B, N] of tokens observed at the times `time_steps_BN`.
 
     d_1 = t_1 - integration_start and d_k = t_k - t_{k-1}. Raises `ValueError` unless times increase strictly.
     """
@@ -47,8 +47,7 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
     """Raises `ValueError` unless durations are finite, not negative and have the input's shape."""
     if tuple(durations_BN.shape) != tuple(shape):
         raise ValueError(
-            f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {tuple(shape)}: "
-            "give one duration per token."
+            f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {shape}: pass one per token."
         )
     if not durations_BN.is_floating_point():
         raise ValueError(f"durations are {durations_BN.dtype}: pass floating point numbers.")
@@ -58,8 +57,7 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
     if len(wrong):
         row, token = wrong[0].tolist()
         raise ValueError(
-            f"the duration of token {token} in row {row} is {durations_BN[row, token].item()}: durations must be "
-            "finite and not negative."
+            f"the duration of token {token} in row {row} is {durations_BN[row, token].item()}: pass finite values >= 0."
         )
 
 
@@ -119,8 +117,7 @@ def _durations_of_step(new: NewTokenDuration, num_texts: int, dtype: torch.dtype
         )
     if not bool((torch.isfinite(durations_B) & (durations_B >= 0)).all()):
         raise ValueError(
-            f"new_token_duration gives {durations_B.tolist()} at step {step}: durations must be finite and not "
-            "negative."
+            f"new_token_duration gives {durations_B.tolist()} at step {step}: they must be finite and not negative."
         )
     return durations_B
 
@@ -209,7 +206,7 @@ class Timeline:
         timeline, positions = copy.deepcopy((self, positions))
         for chunk in positions.chunks(batch.lengths):
             timeline.advance(batch.gather(durations_BN, chunk), chunk)
-            timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
+            timeline.roll(chunk.completed_rows)
 
     def log_durations(self, rows: list[int]) -> torch.Tensor:
         """Returns the logarithms [R, 2L] of the durations of [memory ; current segment]."""

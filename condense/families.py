@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
     Qwen3ForCausalLM,
 )
 
@@ -28,11 +25,14 @@ WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "l
 class Family(NamedTuple):
     """`query_key_norms`: each head's queries and keys are normed before the rotary embedding."""
 
-    config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
     input_bias: bool | None = None  # of queries, keys and values; None: as `attention_bias` says
     output_bias: bool | None = None
     query_key_norms: bool = False
+
+    @property
+    def config_class(self) -> type[PreTrainedConfig]:
+        return self.model_class.config_class
 
     @property
     def title(self) -> str:
@@ -48,10 +48,10 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "llama": Family(LlamaConfig, LlamaForCausalLM),
-    "mistral": Family(MistralConfig, MistralForCausalLM, input_bias=False, output_bias=False),
-    "qwen2": Family(Qwen2Config, Qwen2ForCausalLM, input_bias=True, output_bias=False),
-    "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, query_key_norms=True),
+    "llama": Family(LlamaForCausalLM),
+    "mistral": Family(MistralForCausalLM, input_bias=False, output_bias=False),
+    "qwen2": Family(Qwen2ForCausalLM, input_bias=True, output_bias=False),
+    "qwen3": Family(Qwen3ForCausalLM, query_key_norms=True),
 }
 
 

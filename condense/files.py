@@ -60,7 +60,7 @@ def check_output_file(path: Path) -> None:
 
 
 def check_not_linked(*paths: Path) -> None:
-    """Raises `ValueError` if a file to write is a link: its target may be a file of another folder."""
+    """Raises `ValueError` if a file to write is a link: its target may be a file in another folder."""
     if linked := [path for path in paths if path.is_symlink()]:
         raise ValueError(f"{linked[0]} is a link, and results are not written through links: delete it.")
 

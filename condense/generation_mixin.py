@@ -17,15 +17,12 @@ class OwnCacheGenerationMixin(GenerationMixin):
     cache_implementations: tuple[str, ...] = ()  # transformers' names that apply to this cache
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        """Extends transformers' method. Cache settings that a checkpoint stores do not come from the user, so they have
-        no effect.
-        """
+        """Extends transformers' method: cache settings that a checkpoint stores, not the user's, have no effect."""
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
 
         def is_stored(name: str) -> bool:
-            given = [kwargs.get(name), getattr(generation_config, name, None)]
             stored = getattr(self.generation_config, name)  # pipelines pass a copy of these settings
-            return all(value is None or value == stored for value in given) and kwargs.get(name) is None
+            return kwargs.get(name) is None and getattr(generation_config, name, None) in (None, stored)
 
         if prepared.use_cache is False and is_stored("use_cache"):
             prepared.use_cache = True
@@ -48,12 +45,12 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         new_token_duration: Any = None,
         **kwargs,
     ):
-        """As in transformers. The first call of assisted decoding also leaves out the tokens that the cache has.
+        """Extends transformers' method: the first call of assisted decoding leaves out the tokens that the cache has.
 
         `generate` takes `new_token_duration` beside the arguments of `forward`: the duration of each generated token, 1
         by default, or a function from the generation step, counted from 0, to one duration for all texts or one for
-        each, [B]. It depends on the step alone: drafts of assisted decoding ask for a step several times. `durations`
-        [B, N] are then those of the prompt, 1 by default; with a cache of an earlier call, of the whole text.
+        each, [B]. It depends only on the step: drafts of assisted decoding ask for a step several times. `durations`
+        [B, N] then belong to the prompt, 1 by default; with a cache of an earlier call, to the whole text.
         """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if is_first_iteration and next_sequence_length is None and 0 < seen < input_ids.shape[1]:
@@ -67,9 +64,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             **kwargs,
         )
         if past_key_values is None and not is_first_iteration:
-            inputs.pop(
-                "position_ids", None
-            )  # transformers counts from a row's padding: the prompt's positions were right
+            inputs.pop("position_ids", None)  # transformers counts them from a row's padding
         given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         if (control := inputs.get("control")) is not None:
             inputs["control"] = control_of_columns(control, seen, given.shape[1])
@@ -78,7 +73,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         return inputs
 
     def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
-        """Extends transformers' method. An assistant with another model or other tokens drafts without durations."""
+        """Extends transformers' method: an assistant with another model or other tokens drafts without durations."""
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError("drafts begin with token ids, which inputs_embeds do not have: leave out one of the two.")
         if not isinstance(assistant_model, FoldedGenerationMixin) or assistant_tokenizer is not None:

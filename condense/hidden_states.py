@@ -19,8 +19,8 @@ class HiddenStateAccumulator:
     """The hidden states of the last `num_kept` columns; a column of padding repeats its row's last token."""
 
     def __init__(self, batch: UnpaddedBatch, num_kept: int):
+        self.batch, self.first_column = batch, batch.num_columns - num_kept
         self.token_BC = batch.last_token_indices()[:, -num_kept:]
-        self.first_token = batch.num_columns - num_kept if batch.mask_BN is None else None
 
     def _selection(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns indices (r, c, t): kept column c of the chunk's row r is its token t."""
@@ -28,16 +28,11 @@ class HiddenStateAccumulator:
         r, c = ((token_RC >= 0) & (token_RC < torch.tensor(chunk.counts)[:, None])).nonzero(as_tuple=True)
         return r, c, token_RC[r, c]
 
-    def _is_whole(self, chunk: Chunk) -> bool:
-        """Returns whether the chunk has the same columns of all rows, without padding."""
-        return self.first_token is not None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1
-
     def chunk_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Returns the hidden states [n, D] of the chunk's tokens in kept columns."""
-        if self._is_whole(chunk):
-            assert self.first_token is not None
+        if (columns := self.batch.shared_columns(chunk)) is not None:
             # A copy: a view would keep all hidden states alive.
-            return hidden_RTD[:, max(self.first_token - chunk.starts[0], 0) :].clone().flatten(0, 1)
+            return hidden_RTD[:, max(self.first_column - columns.start, 0) :].clone().flatten(0, 1)
         r, _, t = self._selection(chunk)
         return hidden_RTD[on_device(r, hidden_RTD.device), on_device(t, hidden_RTD.device)]
 
@@ -46,7 +41,7 @@ class HiddenStateAccumulator:
     ) -> torch.Tensor:
         """Returns [B, C, D]; columns before a row's first token of this input have `previous_last_hidden_BD`."""
         batch_size, num_kept = self.token_BC.shape
-        if chunk_hidden and all(self._is_whole(chunk) for chunk, _ in chunk_hidden):
+        if chunk_hidden and all(self.batch.shared_columns(chunk) for chunk, _ in chunk_hidden):
             rows = [hidden_nD.unflatten(0, (batch_size, -1)) for _, hidden_nD in chunk_hidden if len(hidden_nD)]
             return torch.cat(rows, dim=1)
         kept_nD = previous_last_hidden_BD.repeat_interleave(num_kept, dim=0)
@@ -77,8 +72,7 @@ class LayerOutputs:
         if self.requested and (call.checkpoint_function is not None or schedule in ("wavefront", "graph")):
             other = "gradient checkpointing" if call.checkpoint_function is not None else f"schedule={schedule!r}"
             raise ValueError(
-                f"output_hidden_states, in the call or the configuration, with {other}, which does not keep them: "
-                "use one of the two."
+                f"output_hidden_states, in the call or the configuration, with {other}: use one of the two."
             )
 
     def __enter__(self) -> "LayerOutputs":

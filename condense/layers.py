@@ -163,30 +163,17 @@ class CondenseAttention(nn.Module):
         self.k_proj = Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
         self.v_proj = Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
         self.o_proj = Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=output_bias)
-        self.has_norms = family.query_key_norms
-        if self.has_norms:
-            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else None
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else None
 
-    def _split_heads(self, tensor_RTx: torch.Tensor) -> torch.Tensor:
-        return tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def _queries(self, query_RTx: torch.Tensor) -> torch.Tensor:
-        query_RHTE = self._split_heads(query_RTx)
-        if self.has_norms:  # under autocast, norms return float32
-            query_RHTE = self.q_norm(query_RHTE).to(query_RHTE.dtype)
-        return query_RHTE
-
-    def _keys(self, key_RTx: torch.Tensor) -> torch.Tensor:
-        key_RGTE = self._split_heads(key_RTx)
-        if self.has_norms:
-            key_RGTE = self.k_norm(key_RGTE).to(key_RGTE.dtype)
-        return key_RGTE
+    def _heads(self, tensor_RTx: torch.Tensor, norm: nn.Module | None = None) -> torch.Tensor:
+        tensor_RxTE = tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return tensor_RxTE if norm is None else norm(tensor_RxTE).to(tensor_RxTE.dtype)  # float32 under autocast
 
     def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
         """Returns the keys and values of this chunk that the next segment sees."""
         key_RTx, value_RTx = project(normed_RTD, self.k_proj, self.v_proj)
-        return Memory(rotate(self._keys(key_RTx), metadata.memory_rotary), self._split_heads(value_RTx))
+        return Memory(rotate(self._heads(key_RTx, self.k_norm), metadata.memory_rotary), self._heads(value_RTx))
 
     def forward(
         self,
@@ -197,8 +184,8 @@ class CondenseAttention(nn.Module):
     ) -> tuple[torch.Tensor, Memory | None]:
         """Returns the output [R, T, D] and, with `remembers_input`, `normed_RTD`'s keys and values as next memory."""
         query_RTx, key_RTx, value_RTx = project(normed_RTD, self.q_proj, self.k_proj, self.v_proj)
-        query_RHTE = rotate(self._queries(query_RTx), metadata.rotary)
-        unrotated_RGTE, value_RGTE = self._keys(key_RTx), self._split_heads(value_RTx)
+        query_RHTE = rotate(self._heads(query_RTx, self.q_norm), metadata.rotary)
+        unrotated_RGTE, value_RGTE = self._heads(key_RTx, self.k_norm), self._heads(value_RTx)
         key_RGTE = rotate(unrotated_RGTE, metadata.rotary)
         output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata))
         if not remembers_input:

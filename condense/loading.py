@@ -45,7 +45,7 @@ NAMES_SHOWN = 3
 
 
 def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
-    """`model_class.from_pretrained(source, **options)`; all weights come from the checkpoint.
+    """Calls `model_class.from_pretrained(source, **options)`; all weights must come from the checkpoint.
 
     `model_class`: a model class or an Auto class. Raises `ValueError` in one sentence for a folder that does not exist,
     damaged files, an invalid configuration, and weights that are missing, unexpected, of another shape or not finite.
@@ -65,16 +65,13 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
     except Exception as error:  # libraries may raise any exception for damaged files
         raise _refusal(source, error) from error
     check_loading_report(source, report)
-    check_finite(
-        model,
-        f"model {str(source)!r}",
-        "Use an earlier checkpoint, or another dtype if the weights were rounded to float16.",
-    )
+    remedy = "Use an earlier checkpoint, or another dtype if the weights were rounded to float16."
+    check_finite(model, f"model {str(source)!r}", remedy)
     return model
 
 
 def load_config(config_class: Any, source: str | Path, **options: Any) -> Any:
-    """`config_class.from_pretrained(source, **options)`; raises `ValueError` as `load_model` does."""
+    """Calls `config_class.from_pretrained(source, **options)`; raises `ValueError` as `load_model` does."""
     check_source(source, with_weights=False)
     try:
         return config_class.from_pretrained(source, trust_remote_code=False, **options)
@@ -145,7 +142,7 @@ def check_loading_report(source: str | Path, report: Mapping[str, Collection], i
     if unexpected := report["unexpected_keys"]:
         problems.append(f"holds {_listed(unexpected)}, which the model of its config.json does not have")
     if (shapes := report["mismatched_keys"]) and not ignore_shapes:
-        found = [f"{name} {list(there)} where the model has {list(expected)}" for name, there, expected in shapes]
+        found = [f"{name} {list(there)}, but the model has {list(expected)}" for name, there, expected in shapes]
         problems.append(f"holds {_listed(found)}")
     if problems:
         raise ValueError(

@@ -1,9 +1,9 @@
 """The loss of a call, block by block: cross-entropy of hidden states, for a bounded number of logits at a time.
 
-Blocks are taken from the last layer's outputs after the layers have run, outside of gradient checkpointing, so that
-nothing computes logits a second time: the gradients of a block are computed with it (`loss_gradient`), and no logits
-outlive their use. Where autograd must be used, the backward pass computes logits again, unless the vocabulary is
-smaller than the hidden size.
+Blocks are taken from the last layer's outputs after the layers have run, outside of gradient checkpointing. Nothing
+computes logits a second time: the gradients of a block are computed with it (`loss_gradient`), and no logits outlive
+their use. If autograd must be used, the backward pass computes logits again, unless the vocabulary is smaller than the
+hidden size.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks, n
 target tokens.
@@ -59,9 +59,8 @@ class Targets:
         return hidden_RTD[selected], target_RT[selected]
 
     def number_in(self, chunk: Chunk) -> int:
-        if self.batch.mask_BN is None and chunk.all_rows and len(set(chunk.starts)) == 1 and chunk.rectangular:
-            first = chunk.starts[0]
-            return self._before_column[first + chunk.width] - self._before_column[first]
+        if (columns := self.batch.shared_columns(chunk)) is not None:
+            return self._before_column[columns.stop] - self._before_column[columns.start]
         row_n, token_n = chunk.token_indices
         return int((self.batch.gather(self.targets_BN, chunk)[row_n, token_n] != IGNORE_INDEX).sum())
 

@@ -17,7 +17,7 @@ from .layers import RMSNorm, has_hooks, rms_norm
 from .linear import Linear, linear
 from .products import add_product
 from .shared_weights import WeightSum, active_weights, may_be_summed, sum_dtype
-from .transforms import is_transformed
+from .transforms import autocast_dtype, is_transformed
 
 GPU_PART = 4  # each part reads and writes the head's gradient sum, and has nothing else of the logits' size
 
@@ -34,9 +34,8 @@ class HeadGradients:
         norm_weights = [] if norm is None else [norm.weight]
         self.weights = [one for one in (*self.head_weights, *norm_weights) if one.requires_grad]
         self.sums: dict[int, torch.Tensor] = {}  # by the weights' ids
-        self.tied: tuple[WeightSum, torch.Tensor] | None = (
-            None  # the sum of an embedding that is the head, and its token
-        )
+        # The sum of an embedding that is the head, and its token.
+        self.tied: tuple[WeightSum, torch.Tensor] | None = None
 
     def block_loss(
         self, hidden_nD: torch.Tensor, target_n: torch.Tensor, max_tokens: int
@@ -61,7 +60,7 @@ class HeadGradients:
             leaf_D = self.norm.weight.detach().requires_grad_(self.norm.weight.requires_grad)
             leaves.append(leaf_D)
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
-                # Does not call the module itself, so that a hook on all modules does not see an inner pass.
+                # Does not call the module itself: a hook on all modules must not see an inner pass.
                 normed_nD = rms_norm(leaf_nD, leaf_D, self.norm.variance_epsilon)
         weight_VD, *biases = [one.detach() for one in self.head_weights]
         logits_nV = linear(normed_nD.detach(), weight_VD, *biases)
@@ -114,9 +113,7 @@ def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradien
         return None
     if "weight" not in head._parameters or head.weight.dtype == torch.float16:
         return None
-    device = head.weight.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return None if casts else HeadGradients(head, norm)
+    return HeadGradients(head, norm) if autocast_dtype(head.weight.device) is None else None
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -150,9 +147,9 @@ class _BlockLoss(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """Saves the sums when they are complete, so that hooks which move saved tensors to the host see their values.
+    """Saves the sums when they are complete: hooks that move saved tensors to the host must see their values.
 
-    The gradient of a tied head is added to the embedding's, so that autograd need not add two tensors of that size.
+    The gradient of a tied head is added to the embedding's, so autograd need not add two tensors of that size.
     """
 
     @staticmethod

@@ -27,9 +27,9 @@ class KeyValueState(Protocol):
         ...
 
     def at_evaluation(self, number: int, num_evaluations: int) -> "KeyValueState":
-        """For a block that evaluates its attention several times: the state that evaluation `number` sees.
+        """Returns the state that evaluation `number` sees, for a block that evaluates its attention several times.
 
-        The memory is the same for all evaluations; each has its own keys and values of the current segment.
+        All evaluations have the same memory, and each has its own keys and values of the current segment.
         """
         ...
 
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
         return Memory(self.key_RGKE[list(rows)], self.value_RGKE[list(rows)])
 
     def compact(self) -> "Memory":
-        """Returns the same memory, as a copy if it is part of larger tensors, so that they can be freed."""
+        """Returns the same memory, as a copy if it is part of larger tensors: they can be freed then."""
         return Memory(
             *(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone() for tensor in self)
         )

@@ -7,7 +7,7 @@ size.
 """
 
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,14 +37,6 @@ from .source_name import name_as_in_memory
 from .token_inputs import TokenInputs
 
 
-class PreparedRun(NamedTuple):
-    """The arguments of `CondenseModel.run`."""
-
-    call: Call
-    accumulated: OutputAccumulator
-    root: PreTrainedModel
-
-
 class CondenseModel(CondensePreTrainedModel):
     """Embedding, decoder layers and final norm of a Llama, with recurrence over segments."""
 
@@ -64,7 +56,7 @@ class CondenseModel(CondensePreTrainedModel):
 
     @property
     def layers_in_use(self) -> nn.ModuleList:
-        """All layers, or fewer while early-exit drafting has reduced `config.num_hidden_layers`."""
+        """Returns all layers, or fewer while early-exit drafting has reduced `config.num_hidden_layers`."""
         number = self.config.num_hidden_layers
         return self.layers if number == len(self.layers) else self.layers[:number]
 
@@ -80,17 +72,17 @@ class CondenseModel(CondensePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        _prepared: "PreparedRun | None" = None,
+        _prepared: tuple[Call, OutputAccumulator, PreTrainedModel] | None = None,
         **unused: Any,
     ) -> Any:
         """Returns the final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
 
-        A model around this one runs its call here, as `_prepared`, so that this model's hooks are called: FSDP's hooks
-        gather its weights.
+        A model around this one runs its call here, because this model's hooks must be called: FSDP's hooks gather its
+        weights. `_prepared` are the arguments of `run`.
         """
         if _prepared is not None:
             self.run(*_prepared)
-            return _prepared.accumulated.tensors()  # FSDP gathers the weights again when their gradients come
+            return _prepared[1].tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
@@ -138,10 +130,8 @@ class CondenseModel(CondensePreTrainedModel):
         recomputed = [one for one in (layers, embedding) if one is not None] if checkpointing else []
         with share_weights(recomputed, sums=not state.positions.is_one_chunk(batch.lengths)):
             for chunk in state.positions.chunks(batch.lengths):
-                for output in executor.submit(metadata.build(chunk)):
-                    accumulated.add(output[1], output[0])
-            for output in executor.finish():
-                accumulated.add(output[1], output[0])
+                accumulated.add(executor.submit(metadata.build(chunk)))
+            accumulated.add(executor.finish())
             accumulated.finish()
 
     def checkpoint_function(self, cache: FoldedCache | None) -> CheckpointFunction | None:
@@ -204,8 +194,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _is_stateful = False  # permits assisted decoding: FoldedCache.crop removes rejected tokens
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
-    # True: Trainer's evaluation gets all logits with the loss, for its metrics, as of a Llama. False: it does not, so
-    # that the logits of long texts are never all in memory.
+    # True: Trainer's evaluation gets all logits with the loss, for its metrics, as with a Llama. False: the
+    # logits of long texts are never all in memory.
     logits_in_evaluation = True
     # True: new tokens run with static shapes, on CUDA as a graph; "compiled": as compiled code, too. See
     # execution/static_decoding.py.
@@ -238,13 +228,13 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
 
         input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at padding, on
         either side; padding never shifts a row's segments. A column of padding after a row's last token has that
-        token's logits. position_ids [B, N]: where they begin anew at 0 within a row, another document begins, which
-        is a text of its own; otherwise they must be consecutive, and are not used, since attention depends on
-        differences alone. durations [B, N], floating point, not negative: the length of each token on the position
-        axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
+        token's logits. position_ids [B, N]: each 0 within a row begins another document, which is read as a text of its
+        own. Otherwise they must be consecutive, and have no effect, because attention depends only on differences.
+        durations [B, N], floating point, not negative: the length of each token on the position axis, which is also its
+        weight in attention; 1.0, the default, is an ordinary token.
 
         control [B, C] or [B, N, C]: the control of each text or of each token, in a model with a depth block
-        (`condense.depth`); zeros where none is given. `function_evaluations` [B, N] are the evaluations of the block's
+        (`condense.depth`); zeros if not given. `function_evaluations` [B, N] are the evaluations of the block's
         field at each token.
 
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all
@@ -253,12 +243,11 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         or in evaluation by Trainer, which passes `num_items_in_batch` without gradients, unless `logits_in_evaluation`
         is False. Its sums over the chunks are in `segment_losses`. Its gradients are computed with it, also under
         gradient checkpointing, and then second derivatives (`create_graph=True`) are refused. Autograd computes them
-        if the head has hooks or is not a plain linear map, and elsewhere (docs/performance.md, "The loss").
+        if the head has hooks or is not a plain linear map, and in other cases (docs/performance.md, "The loss").
 
         logits_to_keep: None for all logits (with labels: see there), 0 for all, k for the last k columns.
 
-        use_cache: return the state as `past_key_values`; by default `config.use_cache`, and False in training or with
-        labels.
+        use_cache: return the state as `past_key_values`; default `config.use_cache`; False in training or with labels.
 
         output_hidden_states: also return `hidden_states`, the L + 1 tensors [B, N, D] before the first layer and after
         each layer, the last of them after the final norm. Layers then run sequentially.
@@ -290,31 +279,26 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         num_items_in_batch: int | torch.Tensor | None,
     ) -> CondenseOutput:
         """Computes the output of at most one text in each row; `given` are the arguments of the model without head."""
-        if labels is not None and num_items_in_batch is not None and self._evaluates_with_logits():
+        evaluates = self.logits_in_evaluation and not (self.training or torch.is_grad_enabled())
+        if labels is not None and num_items_in_batch is not None and evaluates:  # Trainer calls
             logits_to_keep = logits_to_keep or 0
         call = Call.from_arguments(self.model, given, labels, logits_to_keep)
-        output_hidden_states = given["output_hidden_states"]
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        if labels is None and not output_hidden_states and (decoded := self._decode_static(given, call)) is not None:
+        layer_outputs = LayerOutputs(self.model, call, given["output_hidden_states"])
+        if labels is None and not layer_outputs.requested and (decoded := self._decode_static(given, call)) is not None:
             return decoded
         previous_BD = call.previous_last_hidden(self.model.norm.weight, self.config.hidden_size)
         num_kept = (logits_to_keep or call.batch.num_columns) if labels is None or logits_to_keep is not None else None
-        with LayerOutputs(self.model, call, output_hidden_states) as layer_outputs:
+        with layer_outputs:
             accumulated = OutputAccumulator(
                 self.model.norm, self.lm_head, self.config.vocab_size, call, labels, num_kept
             )
-            accumulated.replace_tensors(self.model(_prepared=PreparedRun(call, accumulated, self)))
+            accumulated.replace_tensors(self.model(_prepared=(call, accumulated, self)))
         output = accumulated.build_output(previous_BD, num_items_in_batch)
         output.past_key_values = call.cache
         output.hidden_states = layer_outputs.hidden_states(previous_BD)
         output.function_evaluations = call.token_inputs.evaluations.collect()
         call.end()
         return output
-
-    def _evaluates_with_logits(self) -> bool:
-        """Returns whether Trainer's calls with labels get logits: evaluation calls do."""
-        return self.logits_in_evaluation and not (self.training or torch.is_grad_enabled())
 
     def _decode_static(self, given: dict[str, Any], call: Call) -> CondenseOutput | None:
         """Reads a new token of each row in a step of fixed shape; None if `fixed_decoding` is off or does not apply.

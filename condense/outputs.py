@@ -3,7 +3,7 @@
 Axes: B rows of a batch, R rows of a chunk, N columns of an input, T tokens of a chunk, D hidden size, S chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from .call import Call
 from .execution.checkpointing import storage_of
+from .execution.executor import ChunkOutput
 from .hidden_states import HiddenStateAccumulator
 from .layers import has_hooks
 from .loss import LossAccumulator, Targets
@@ -73,18 +74,19 @@ class OutputAccumulator:
         at_once = self.loss is not None and self.loss.gradients is not None
         self.storage = storage_of(call.checkpoint_function) if at_once else nullcontext()
 
-    def add(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> None:
-        """Accepts the last layer's output [R, T, D] for a chunk."""
-        self.chunks.append(chunk)
-        if self.normalizes:
-            hidden_RTD = self.norm(hidden_RTD)
-            if self.cache is not None:
-                self.cache.store_last_hidden(hidden_RTD, chunk)
-        if self.hidden is not None:
-            self.kept.append((chunk, self.hidden.chunk_hidden(hidden_RTD, chunk)))
-        if self.loss is not None:
-            with self.storage:
-                self.loss.add(hidden_RTD, chunk)
+    def add(self, outputs: Iterable[ChunkOutput]) -> None:
+        """Accepts the last layer's output [R, T, D] for each of the next chunks."""
+        for chunk, hidden_RTD in outputs:
+            self.chunks.append(chunk)
+            if self.normalizes:
+                hidden_RTD = self.norm(hidden_RTD)
+                if self.cache is not None:
+                    self.cache.store_last_hidden(hidden_RTD, chunk)
+            if self.hidden is not None:
+                self.kept.append((chunk, self.hidden.chunk_hidden(hidden_RTD, chunk)))
+            if self.loss is not None:
+                with self.storage:
+                    self.loss.add(hidden_RTD, chunk)
 
     def finish(self) -> None:
         """Computes the waiting losses, while the weights are available."""

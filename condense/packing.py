@@ -38,7 +38,7 @@ class PackedDocuments(NamedTuple):
         return packed_BNx.index_put((row_n, column_n), tensor_JUx[j.to(tensor_JUx.device), u.to(tensor_JUx.device)])
 
     def unpack_arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `forward` with one document per row.
+        """Returns the arguments of `forward` with one document per row.
 
         Raises `ValueError` for a cache, which has one text per row, and for logits of only a row's last columns.
         """
@@ -48,10 +48,7 @@ class PackedDocuments(NamedTuple):
                 "per row. Pass use_cache=False, or a row for each document."
             )
         if given.get("logits_to_keep"):
-            raise ValueError(
-                f"logits_to_keep={given['logits_to_keep']} with several documents in a row: leave it out, or pass a "
-                "row for each document."
-            )
+            raise ValueError(f"logits_to_keep={given['logits_to_keep']} with several documents in a row: leave it out.")
         unpacked = {name: value for name, value in given.items() if name not in PACKING_ARGUMENTS}
         unpacked |= {name: self._unpack(given[name]) for name in BY_TOKEN if given.get(name) is not None}
         if (control := given.get("control")) is not None:
@@ -130,7 +127,7 @@ def _check_packing_arguments(
 
 
 def _labels(given: Mapping[str, Any], shape: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Returns the packing arguments that separate documents, as labels [B, N] that change at each border."""
+    """Yields the packing arguments that separate documents, as labels [B, N] that change at each border."""
     if (labels := given.get("seq_idx")) is not None:
         labels = torch.as_tensor(labels).cpu()
         if tuple(labels.shape) not in (shape, (1, shape[1])):

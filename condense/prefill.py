@@ -55,7 +55,7 @@ def prefill(
 
     `progress` is called with the number of segments read since its last call. `control` [B, C] is for each text, in a
     model with a depth block. To continue with `generate`, pass the next token and the cache. With
-    `restart_columns=False` pass the whole text and one more token, so that penalties of repeated tokens count them.
+    `restart_columns=False` pass the whole text and one more token: penalties of repeated tokens then count them.
     """
     cache = FoldedCache(model.config) if cache is None else cache
     length = model.config.segment_length

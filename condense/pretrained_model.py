@@ -30,8 +30,7 @@ class CondensePreTrainedModel(PreTrainedModel):
 
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
         have the wrong shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns
-        the report for the caller to check. A model that was just folded has a name that other libraries can't load: see
-        `source_name`.
+        the report for the caller to check. Other libraries can't load a model that was just folded: see `source_name`.
         """
         source = pretrained_model_name_or_path
         if options.pop("output_loading_info", False):
@@ -56,15 +55,12 @@ class CondensePreTrainedModel(PreTrainedModel):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Returns the implementation to use: "auto" if none is requested."""
-        if (
-            requested_attention or "auto"
-        ) not in ATTENTION_IMPLEMENTATIONS:  # in transformers' words, which callers know
-            known = ", ".join(ATTENTION_IMPLEMENTATIONS)
-            raise ValueError(
-                f'Specified `attn_implementation="{requested_attention}"` is not supported: choose one of {known}.'
-            )
-        if requested_attention is None or requested_attention in OWN_ATTENTION:
-            return requested_attention or "auto"
+        requested = requested_attention or "auto"
+        if requested not in ATTENTION_IMPLEMENTATIONS:
+            known = ", ".join(ATTENTION_IMPLEMENTATIONS)  # in transformers' words, which callers know
+            raise ValueError(f'Specified `attn_implementation="{requested}"` is not supported: choose one of {known}.')
+        if requested in OWN_ATTENTION:
+            return requested
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **kwargs) -> None:

@@ -2,9 +2,8 @@
 
 Weights that lie side by side need only one product with an input, as a single matrix.
 
-On CUDA a product in half precision is added directly to a float32 sum. This saves a temporary matrix of that size and
-an operation. It is an operation of torch's own registry, so that modes which count or record operations see it, on the
-meta device too.
+On CUDA a product in half precision is added directly to a float32 sum, without a temporary matrix. It is an operation
+of torch's own registry, so modes that count or record operations see it, on the meta device too.
 
 Axes: m matrices, O and I output and input widths, n what is summed over.
 """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .durations import Timeline
-from .segmentation import Chunk
+from .segmentation import Chunk, SegmentPositions
 
 CROP_TOKENS = 512  # the last tokens that a recording cache can remove; drafts of assisted decoding are shorter
 
@@ -19,8 +19,7 @@ class CacheSnapshot:
 
     made_for: dict
     buffers: list[list[torch.Tensor]]  # of each layer
-    offsets: list[int]
-    segments: list[int]
+    positions: SegmentPositions
     timeline: Timeline | None
     last_hidden_BD: torch.Tensor | None
     computed_in: tuple[torch.dtype, torch.device] | None

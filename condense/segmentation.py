@@ -5,8 +5,8 @@
 - Chunk: the tokens that all layers process together. Of each row it has at most the tokens up to the end of the row's
   current segment.
 
-Rows of a padded batch are aligned to their own first token, so that a row's segments, and hence its answer, do not
-depend on its neighbours. All counts are Python integers, computed on the CPU once per call.
+Rows of a padded batch are aligned to their own first token, so a row's segments and its answer do not depend on
+its neighbours. All counts are Python integers, computed on the CPU once per call.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, L segment
 length, n tokens of a chunk without padding, 1 a broadcast axis.
@@ -50,17 +50,17 @@ class Chunk:
 
     @property
     def rectangular(self) -> bool:
-        """All rows have the same number of tokens."""
+        """Tells whether all rows have the same number of tokens."""
         return len(set(self.counts)) == 1
 
     @property
     def uniform(self) -> bool:
-        """All rows have the same offset, and either all or none have a memory: the causal mask is sufficient."""
+        """Tells whether all rows have the same offset, and all or none have a memory: a causal mask is sufficient."""
         return len(set(self.offsets)) == 1 and len({segment > 0 for segment in self.segments}) == 1
 
     @property
     def whole_segments(self) -> bool:
-        """The chunk is one whole segment of every row."""
+        """Tells whether the chunk is one whole segment of each of its rows."""
         return self.uniform and self.rectangular and self.width == self.segment_length
 
     @property
@@ -69,7 +69,7 @@ class Chunk:
 
     @property
     def visible_keys(self) -> slice:
-        """The part of the buffer [memory L ; current L] that the queries of a uniform chunk see."""
+        """Returns the part of the buffer [memory L ; current L] that the queries of a uniform chunk see."""
         assert self.uniform
         return slice(self.segment_length - self.memory_lengths[0], self.segment_length + self.offsets[0] + self.width)
 
@@ -82,8 +82,9 @@ class Chunk:
 
     @property
     def completed_rows(self) -> list[int]:
-        """Returns the indices r of the rows that complete a segment with this chunk."""
-        return [r for r, count in enumerate(self.counts) if self.offsets[r] + count == self.segment_length]
+        """Returns the rows that complete a segment with this chunk."""
+        ends = zip(self.rows, self.offsets, self.counts, strict=True)
+        return [row for row, offset, count in ends if offset + count == self.segment_length]
 
 
 class SegmentPositions:
@@ -145,17 +146,21 @@ class UnpaddedBatch:
             # The columns of each row's tokens in order, then the columns of its padding.
             self.columns_BN = self.mask_BN.logical_not().byte().argsort(dim=1, stable=True)
 
+    def shared_columns(self, chunk: Chunk) -> slice | None:
+        """Returns the chunk's columns if they are the same in all rows of a batch without padding."""
+        start = chunk.starts[0]
+        whole = self.mask_BN is None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1
+        return slice(start, start + chunk.width) if whole else None
+
     def gather(self, tensor_BN: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Returns the chunk's part [R, T, ...] of a tensor [B, N, ...]; after a row's tokens, repeats its last token.
 
         Values at padding are never read: a NaN there, which weights of 0 do not hide, can't reach a token.
         """
-        if self.mask_BN is None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1:
-            return tensor_BN[:, chunk.starts[0] : chunk.starts[0] + chunk.width]
-        rows_R1 = torch.tensor(chunk.rows)[:, None]
-        columns_RT = torch.tensor(chunk.starts)[:, None] + torch.arange(chunk.width)
-        last_R1 = torch.tensor(chunk.starts)[:, None] + torch.tensor(chunk.counts)[:, None] - 1
-        columns_RT = columns_RT.minimum(last_R1)
+        if (columns := self.shared_columns(chunk)) is not None:
+            return tensor_BN[:, columns]
+        rows_R1, starts_R1, counts_R1 = torch.tensor([chunk.rows, chunk.starts, chunk.counts])[..., None]
+        columns_RT = starts_R1 + torch.arange(chunk.width).minimum(counts_R1 - 1)
         if self.mask_BN is not None:
             columns_RT = self.columns_BN[rows_R1, columns_RT]
         return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]

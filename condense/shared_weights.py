@@ -25,7 +25,7 @@ from torch import nn
 
 from .kernels.swiglu import Rows
 from .products import add_product, add_products, side_by_side, stacked_products
-from .transforms import is_transformed
+from .transforms import autocast_dtype, is_transformed
 
 Gradients = Sequence[torch.Tensor | None]
 _of_thread = threading.local()  # backward passes run in threads of their own
@@ -274,9 +274,8 @@ def used_stack(
 
 def product_dtype(input_xI: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """Returns the dtype of a product with a weight: autocast's, except for float64."""
-    device = input_xI.device.type
-    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if casts and weight.dtype != torch.float64 else weight.dtype
+    cast = None if weight.dtype == torch.float64 else autocast_dtype(input_xI.device)
+    return weight.dtype if cast is None else cast
 
 
 def summed_linear(
@@ -403,8 +402,7 @@ class _StackedProducts(torch.autograd.Function):
 
 
 def _sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
-    """Returns the sum of products of gradients [m, n, O] with weights [m, O, I]; it is a single product if both lie
-    side by side."""
+    """Returns the sum of products of gradients [m, n, O] and weights [m, O, I]: one product if both lie adjacent."""
     gradients, weights = zip(*pairs, strict=True)
     if in_place and len(pairs) > 1:
         joint_mnO, joint_mOI = side_by_side(gradients, dim=2), side_by_side(weights, dim=1)

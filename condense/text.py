@@ -23,7 +23,7 @@ def template_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     special = set(tokenizer.all_special_ids)
     for token in range(len(tokenizer)):
         word = "" if token in special else tokenizer.convert_ids_to_tokens(token)
-        if not word or not (plain := _ids(tokenizer, word)):
+        if not word or not (plain := plain_ids(tokenizer, word)):
             continue
         framed = tokenizer(word, verbose=False)["input_ids"]
         count = len(plain)
@@ -45,7 +45,7 @@ def encode(tokenizer: Any, text: str, with_first: bool = True) -> torch.Tensor:
     Memory holds the ids and the tokenizer's data for one piece of the text.
     """
     pieces = [torch.tensor(first_tokens(tokenizer) if with_first else [], dtype=torch.int32)]
-    pieces += [torch.tensor(_ids(tokenizer, piece), dtype=torch.int32) for piece in pieces_of(tokenizer, text)]
+    pieces += [torch.tensor(plain_ids(tokenizer, piece), dtype=torch.int32) for piece in pieces_of(tokenizer, text)]
     return torch.cat(pieces).long()[None]
 
 
@@ -72,12 +72,13 @@ def _find_border(tokenizer: Any, text: str, lowest: int) -> tuple[int, int] | No
     for _, match in zip(range(MOST_TRIALS), BORDER.finditer(text, lowest), strict=False):
         end = match.start()
         before, behind = text[max(0, end - CHARACTERS_AROUND) : end], text[end : end + CHARACTERS_AROUND]
-        whole, left = _ids(tokenizer, before + behind), _ids(tokenizer, before)
+        whole, left = plain_ids(tokenizer, before + behind), plain_ids(tokenizer, before)
         for skipped in range(1 + behind.startswith(" ")):
-            if left + _ids(tokenizer, behind[skipped:]) == whole:
+            if left + plain_ids(tokenizer, behind[skipped:]) == whole:
                 return end, end + skipped
     return None
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Returns the tokens of a text, without the tokens of the template."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -50,9 +50,8 @@ class TokenInputs:
         return cls(batch, inputs.device, given["durations"], control)
 
     def start(self, state: RecurrentState, position_anchor: str, like: torch.Tensor) -> Timeline | None:
-        """Returns the timeline that the call advances, None without durations. Changes no state: all chunks are checked
-        before the first one runs, because a refused call must not change anything. `like` gives device and dtype of the
-        control."""
+        """Returns the timeline that the call advances, None without durations. Checks all chunks and changes no state,
+        because a refused call must not change anything. `like` gives device and dtype of the control."""
         self.control = None if self.control is None else self.control.to(like)
         timeline = state.timeline
         if self.durations_BN is not None and timeline is None:

@@ -126,7 +126,7 @@ class AttentionMetadataBuilder:
         if chunk.uniform:
             log_duration_RK = log_duration_RK[:, chunk.visible_keys]
         accurate = torch.promote_types(self.like.dtype, torch.float32)
-        self.timeline.roll([chunk.rows[r] for r in chunk.completed_rows])
+        self.timeline.roll(chunk.completed_rows)
         return position_RT, local_RT, on_device(log_duration_RK.to(accurate), self.like.device)
 
     def _consecutive(self, first: int, width: int) -> RotaryTables:

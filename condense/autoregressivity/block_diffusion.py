@@ -146,7 +146,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
 
     @classmethod
     def from_pretrained(cls, source, *model_args, **options):
-        """Like `CondenseForCausalLM.from_pretrained`, for a saved model. Raises `ValueError` for a Llama."""
+        """Works like `CondenseForCausalLM.from_pretrained`, for a saved model. Raises `ValueError` for a Llama."""
         try:
             return super().from_pretrained(source, *model_args, **options)
         except ValueError as error:
@@ -176,15 +176,13 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         token after each one. With `targets` [B, N] too, it returns no logits but the `loss` [n] of each
         `targets[targets != -100]`, and holds a bounded number of logits at a time.
 
-        Raises `ValueError` for a mask at a block's first token, and for arguments that the noisy stream does not
-        accept.
+        Raises `ValueError` for a mask at a block's first token, and for arguments of the clean stream only.
         """
         if masked is None:
             return super().forward(input_ids, **arguments)
         mask = arguments.pop("attention_mask", None)
-        given = [
-            name for name, value in arguments.items() if value is not None and name not in ("use_cache", "return_dict")
-        ]
+        harmless = ("use_cache", "return_dict")
+        given = [name for name, value in arguments.items() if value is not None and name not in harmless]
         if given or (mask is not None and not bool(mask.all())):
             raise ValueError(
                 f"{', '.join(given) or 'padding'}: the noisy stream only accepts masked and input_ids of one length."
@@ -209,7 +207,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
             raise ValueError("block diffusion can't use gradient checkpointing: set gradient_checkpointing=false.")
 
     def noisy_hidden(self, input_ids_BN: torch.Tensor, masked_BN: torch.Tensor) -> torch.Tensor:
-        """The final hidden states [B, N, D] of the noisy stream."""
+        """Returns the final hidden states [B, N, D] of the noisy stream."""
         model, (batch_size, num_columns) = self.model, input_ids_BN.shape
         layers: Any = model.layers
         clean_BND = model.embed_tokens(input_ids_BN)
@@ -238,25 +236,17 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
     ) -> torch.Tensor:
         """Returns logits [B, T, V] of one block after the keys and values `seen` by each layer; stores nothing.
 
-        `offset` is the place of the first token in its segment. If layers see more keys than `offset`, the rest are
-        memory.
+        `offset` is the place of the first token in its segment. Keys that layers see beyond these are memory.
         """
         model, (batch_size, width) = self.model, token_BT.shape
         layers: Any = model.layers
         num_seen = 0 if seen[0] is None else seen[0].key_RGKE.shape[2]
-        chunk = Chunk(
-            batch_size=batch_size,
-            segment_length=self.config.segment_length,
-            rows=list(range(batch_size)),
-            starts=[0] * batch_size,
-            counts=[width] * batch_size,
-            offsets=[offset] * batch_size,
-            segments=[int(num_seen > offset)] * batch_size,
-        )
+        batch, state = UnpaddedBatch(batch_size, width, None), TransientState.empty(batch_size, self.config)
+        state.positions.offsets, state.positions.segments = [offset] * batch_size, [int(num_seen > offset)] * batch_size
+        chunk = next(state.positions.chunks(batch.lengths))
         clean_BTD = model.embed_tokens(token_BT)
         noisy_BTD = torch.where(masked_BT[..., None], self.mask_embedding.to(clean_BTD), clean_BTD)
-        batch = UnpaddedBatch(batch_size, width, None)
-        builder = model.metadata_builder(clean_BTD, batch, TransientState.empty(batch_size, self.config))
+        builder = model.metadata_builder(clean_BTD, batch, state)
         mask = VisibleKeys(chunk, visible_TK=torch.ones(width, num_seen + width, dtype=torch.bool))
         metadata = replace(builder.build(chunk), mask=mask, writes_memory=False)
         hidden_BTD, _ = run_layers(layers, noisy_BTD, seen, metadata)
@@ -301,7 +291,7 @@ def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:
 
 
 def visible_to_blocks(chunk: Chunk, block_length: int) -> torch.Tensor:
-    """The mask [T, M + 2 T] for the keys [memory M ; clean T ; noisy T] of a chunk that begins its segment.
+    """Returns the mask [T, M + 2 T] for the keys [memory M ; clean T ; noisy T] of a chunk that begins its segment.
 
     A noisy token sees the memory, the clean tokens of earlier blocks, and the noisy tokens of its own.
     """
@@ -319,9 +309,8 @@ def to_block_diffusion(model: CondenseForCausalLM, block_length: int | None = No
     """
     if isinstance(model, BlockDiffusionForCausalLM) or not isinstance(model, CondenseForCausalLM):
         raise ValueError(f"{type(model).__name__} can't be converted: pass a CondenseForCausalLM.")
-    fields = model.config.to_dict()
-    for name in ("model_type", "architectures"):
-        fields.pop(name, None)
+    own = ("model_type", "architectures")
+    fields = {name: value for name, value in model.config.to_dict().items() if name not in own}
     length = model.config.segment_length if block_length is None else block_length
     made = BlockDiffusionForCausalLM(BlockDiffusionConfig(**fields, block_length=length))
     made.load_state_dict(model.state_dict(), strict=False, assign=True)

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from ..cache import FoldedCache
+from ..choices import check_choice
 from ..memory import Memory
 
 ORDERS = ("confidence", "random")
@@ -41,8 +42,7 @@ def generate_blocks(
     `max_denoising_steps` is the number of evaluations of a block, by default one per token. Each determines an equal
     share of the block's tokens. `order` says which: `"random"` ones (the default with `do_sample`), or the most
     probable (`"confidence"`, the default without). Sampling in confidence order does not follow the model's
-    distribution: unlikely tokens are drawn again. `temperature`, `top_k`, `top_p` and the like act on each place of the
-    block.
+    distribution: unlikely tokens are drawn again. `temperature`, `top_k`, `top_p` and the like act on each token.
 
     If the prompt ends inside a block, generation starts with the rest of that block. Text after `max_new_tokens` or an
     end-of-sequence token is cut. `streamer.put` receives whole blocks.
@@ -80,14 +80,13 @@ def _check(config: GenerationConfig, others: dict, steps: int | None, order: str
             raise ValueError(f"{name}={value!r}: generation by blocks does not support it; leave it out.")
     if steps is not None and steps < 1:
         raise ValueError(f"max_denoising_steps={steps}: pass at least 1.")
-    if order not in ORDERS:
-        raise ValueError(f"order={order!r}: choose one of {', '.join(ORDERS)}.")
+    check_choice("order", order, ORDERS)
     if streamer is not None and prompt_BN.shape[0] > 1:
         raise ValueError(f"a streamer takes one text, and the batch has {prompt_BN.shape[0]}: pass one row.")
 
 
 def _padding(config: GenerationConfig) -> int:
-    """The token after the end of a text: as in transformers, the first end token by default."""
+    """Returns the token after the end of a text: as in transformers, the first end token by default."""
     if config.pad_token_id is not None:
         return config.pad_token_id
     ends = config.eos_token_id

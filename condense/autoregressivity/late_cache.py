@@ -21,7 +21,7 @@ class LateCache(Cache):
         self.num_read = [0] * num_bases  # columns
         self.num_dropped = 0  # columns that all have read
         self.kept_BN: torch.Tensor | None = None  # the columns after them
-        self.last_hidden_BD: torch.Tensor | None = None  # of a model with several heads: where its block starts
+        self.last_hidden_BD: torch.Tensor | None = None  # of a model with several heads, at the start of its block
 
     def add(self, ids_BN: torch.Tensor) -> None:
         """Adds tokens. Raises `ValueError` if the cache holds a different number of texts."""

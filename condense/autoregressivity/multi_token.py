@@ -87,7 +87,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
         return_dict: bool | None = None,
         **unused: Any,
     ) -> MultiTokenOutput:
-        """input_ids [B, N] and attention_mask [B, N], 0 at padding, on either side.
+        """Reads input_ids [B, N]; attention_mask [B, N] is 0 at padding, on either side.
 
         labels [B, N]: `loss` is the mean cross-entropy over all tokens and heads whose target lies in the text. With
         `num_items_in_batch` it is the sum divided by it. `supervised="first_head"` uses only next tokens.
@@ -125,7 +125,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
         return output if return_dict is not False else output.to_tuple()
 
     def _next_logits(self, input_ids, attention_mask, cache: LateCache) -> torch.Tensor:
-        """The logits [B, 1, V] of the token after `input_ids`."""
+        """Returns the logits [B, 1, V] of the token after `input_ids`."""
         cache.add(input_ids)
         prompt = input_ids.shape[1] > 1 or cache.last_hidden_BD is None
         if prompt or cache.num_unread(0) == self.config.num_tokens:

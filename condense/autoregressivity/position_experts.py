@@ -7,9 +7,11 @@ import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ..choices import check_choice
 from ..configuration import IGNORE_INDEX
 from .late_cache import LateCache
 from .wrapper import SegmentSums, WrapperConfig, WrapperForCausalLM, WrapperOutput, positions_of, real_tokens
@@ -87,7 +89,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         return_dict: bool | None = None,
         **unused: Any,
     ) -> WrapperOutput:
-        """input_ids [B, N] and attention_mask [B, N], 0 at padding, on either side.
+        """Reads input_ids [B, N]; attention_mask [B, N] is 0 at padding, on either side.
 
         labels [B, N]: `loss` is the mean cross-entropy of next tokens, each predicted by the owner of the position
         before it. With `num_items_in_batch` it is the sum divided by it. No logits are returned with a loss.
@@ -107,10 +109,8 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         if labels is None and logits_to_keep:
             owners_BN[:, :-logits_to_keep] = -1
         sums = SegmentSums(self.segments_of(positions_BN))
-        targets_BN, logits_BNV = None, None
-        if labels is not None:
-            targets_BN = torch.full_like(labels, IGNORE_INDEX)
-            targets_BN[:, :-1] = labels[:, 1:]
+        targets_BN = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        logits_BNV = None
         for number, expert in enumerate(self.bases):
             own_BN = owners_BN == number
             # A model reads up to its last position. If it has none, it still reads one token: ranks that add
@@ -133,7 +133,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         return output if return_dict is not False else output.to_tuple()
 
     def _next_logits(self, input_ids, attention_mask, cache: LateCache) -> torch.Tensor:
-        """The logits [B, 1, V] of the token after `input_ids`."""
+        """Returns the logits [B, 1, V] of the token after `input_ids`."""
         owners_B = self.owners_of(positions_of(input_ids, attention_mask, cache.get_seq_length())[:, -1])
         cache.add(input_ids)
         logits_BV: torch.Tensor | None = None
@@ -149,8 +149,7 @@ def check_split(num_experts: int, split: str, length: int | None) -> None:
     """Raises `ValueError` for positions that can't be divided among the models."""
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts}: use at least 1 model.")
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} is not known: choose one of {', '.join(map(repr, SPLITS))}.")
+    check_choice("split", split, SPLITS)
     if split == "interval" and (length is None or length % num_experts):
         raise ValueError(
             f"length={length} does not divide into {num_experts} intervals: choose a multiple, or split='modulo'."

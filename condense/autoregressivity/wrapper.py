@@ -79,7 +79,7 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
     @property
     @abstractmethod
     def bases(self) -> list[Any]:
-        """The base models."""
+        """Returns the base models."""
 
     @classmethod
     def around(cls, base: Any, **fields: Any) -> Any:
@@ -114,17 +114,15 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
             if name != "tokenizer" and value is not None and value is not False:
                 raise ValueError(f"{name}={value!r}: a {type(self).__name__} does not accept it. Leave it out.")
         cache = LateCache(len(self.bases)) if use_cache and past_key_values is None else past_key_values
-        if cache is not None and not isinstance(cache, LateCache):
+        if cache is None:
+            return None
+        if not isinstance(cache, LateCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a LateCache({len(self.bases)}).")
-        if (
-            cache is not None
-            and self.training
-            and any(getattr(m, "gradient_checkpointing", False) for m in self.modules())
-        ):
+        if self.training and any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
             raise ValueError(
                 "gradient checkpointing reads segments twice, but a cache only once: call eval() before generate()."
             )
-        if cache is not None and labels is not None:
+        if labels is not None:
             raise ValueError("a loss is computed without a cache: leave out labels, or past_key_values and use_cache.")
         return cache
 
@@ -144,14 +142,14 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
 
 
 def real_tokens(input_ids_BN: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """False at padding, [B, N]."""
+    """Returns [B, N], false at padding."""
     if attention_mask is None:
         return torch.ones_like(input_ids_BN, dtype=torch.bool)
     return attention_mask[:, -input_ids_BN.shape[1] :].bool()
 
 
 def positions_of(input_ids_BN: torch.Tensor, attention_mask: torch.Tensor | None, seen: int = 0) -> torch.Tensor:
-    """The position of each token in its text, [B, N], counted from 0 without padding, after `seen` columns."""
+    """Returns the position [B, N] of each token in its text, counted from 0 without padding, after `seen` columns."""
     num_columns = input_ids_BN.shape[1]
     if attention_mask is None:
         return torch.arange(seen, seen + num_columns, device=input_ids_BN.device).expand(input_ids_BN.shape)
@@ -188,7 +186,7 @@ class SegmentSums:
 
 
 def cross_entropies(head: Any, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
-    """-log p(target) [n] in float32 (float64 for float64 models), for a bounded number of logits at a time.
+    """Returns -log p(target) [n] in float32 (float64 for float64 models), for a bounded number of logits at a time.
 
     The backward pass recomputes the logits, unless the vocabulary is smaller than the hidden size.
     """

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from ..choices import check_choice
 from ..configuration import POSITION_ANCHORS
 from .quadrature import RULES, Rule, quadrature_weights
 from .sentence import Sentence
@@ -51,8 +52,7 @@ class ContinuousLM:
         own_anchor = model.config.position_anchor if self.folded else "end" if self.table is None else "start"
         self.position_anchor = position_anchor or own_anchor
         self.rule = rule
-        if self.position_anchor not in POSITION_ANCHORS:
-            raise ValueError(f"position_anchor={position_anchor!r}: choose one of {', '.join(POSITION_ANCHORS)}.")
+        check_choice("position_anchor", self.position_anchor, POSITION_ANCHORS)
         self._check_rule(rule)
         if self.folded and self.position_anchor != own_anchor:
             raise ValueError(
@@ -72,15 +72,14 @@ class ContinuousLM:
             self._check_architecture()
 
     def _check_rule(self, rule: str) -> None:
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r}: choose one of {', '.join(RULES)}.")
+        check_choice("rule", rule, RULES)
         if self.folded and rule != "rectangle":
             raise ValueError(
                 "a folded model supports rule='rectangle' only: in a trapezoid, a sample's weight depends on the query."
             )
 
     def with_rule(self, rule: Rule) -> "ContinuousLM":
-        """The same model with another quadrature rule."""
+        """Returns the same model with another quadrature rule."""
         self._check_rule(rule)
         other = copy.copy(self)
         other.rule = rule
@@ -97,7 +96,7 @@ class ContinuousLM:
         size = self.model.get_input_embeddings().num_embeddings
         if not bool(((sentence.ids_N >= 0) & (sentence.ids_N < size)).all()):
             raise ValueError(
-                f"the sentence has ids outside the vocabulary of {size} tokens, as of another tokenizer: encode the "
+                f"the sentence has ids outside the vocabulary of {size} tokens, as from another tokenizer: encode the "
                 "text with the tokenizer of this model."
             )
         return sentence.with_embeddings(self.model.get_input_embeddings()(sentence.ids_N.to(self.model.device)))
@@ -116,7 +115,7 @@ class ContinuousLM:
 
     @torch.no_grad()
     def logits(self, sentence: Sentence) -> torch.Tensor:
-        """Logits [N, V], which predict the token after each sample."""
+        """Returns logits [N, V], which predict the token after each sample."""
         return self._run([self.embed(sentence)], first=0, state=None, last_only=False)[0][0]
 
     @torch.no_grad()
@@ -127,7 +126,7 @@ class ContinuousLM:
         tokens_at_once: int = TOKENS_AT_ONCE,
         progress: Callable[[int], object] | None = None,
     ) -> torch.Tensor:
-        """Logits [B, V] after the last sample of each sentence, in float32 on the host.
+        """Returns logits [B, V] after the last sample of each sentence, in float32 on the host.
 
         With `reuse_prefix`, sentences of equal length share one pass over their common prefix. A batch holds at most
         `tokens_at_once` samples, the common prefix included, but at least one sentence. `progress` is called with the
@@ -221,13 +220,13 @@ class ContinuousLM:
             )
 
     def _log_weights(self, sentence: Sentence, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log weights [T, last] of the samples before `last` for queries from `first` on; their distances in time."""
+        """Returns log weights [T, last] of samples before `last` for queries from `first` on, and distances in time."""
         log_weights = quadrature_weights(sentence.durations_N[:last], self.rule, first).log()
         times_N = sentence.time_steps_N[:last] if sentence.positions_N is None else sentence.positions_N[:last]
         return log_weights, times_N[first:, None] - times_N[None]
 
     def _masks(self, weights: list[tuple[torch.Tensor, torch.Tensor]], inputs: dict[str, Any]) -> Any:
-        """The model's `attention_mask`: one mask for all layers, or a mask for each type of layer.
+        """Returns the model's `attention_mask`: one mask for all layers, or a mask for each type of layer.
 
         A sliding window of w tokens becomes a window of w units of time.
         """
@@ -285,14 +284,13 @@ class ContinuousLM:
 
 
 def _shared_prefix(sentences: Sequence[Sentence]) -> int:
-    """Length of the common prefix of all sentences, without the last sample, which runs for each sentence."""
+    """Returns the length of the sentences' common prefix, without the last sample, which runs for each sentence."""
     first, shared = sentences[0], len(sentences[0]) - 1
     assert first.embeddings_ND is not None
     for other in sentences[1:]:
         assert other.embeddings_ND is not None
-        if other.integration_start != first.integration_start or (first.positions_N is None) != (
-            other.positions_N is None
-        ):
+        starts_alike = other.integration_start == first.integration_start
+        if not starts_alike or (first.positions_N is None) != (other.positions_N is None):
             return 0
         same_N = (other.durations_N == first.durations_N) & (other.embeddings_ND == first.embeddings_ND).all(1).cpu()
         if first.positions_N is not None and other.positions_N is not None:
@@ -303,7 +301,7 @@ def _shared_prefix(sentences: Sequence[Sentence]) -> int:
 
 
 def _learned_positions(model: Any) -> nn.Embedding | None:
-    """GPT-2's table of learned positions; None for a model without one."""
+    """Returns GPT-2's table of learned positions; None for a model without one."""
     table = getattr(model.base_model, "wpe", None)
     return table if isinstance(table, nn.Embedding) else None
 

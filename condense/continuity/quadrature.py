@@ -11,24 +11,25 @@ The error is of first order in the distance between samples for rectangles, and 
 Axes: N samples, T queries (the last samples), E head dimension.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from ..choices import check_choice
+
 Rule = Literal["rectangle", "trapezoid"]
-RULES = ("rectangle", "trapezoid")
+RULES = get_args(Rule)
 
 
 def quadrature_weights(durations_N: torch.Tensor, rule: Rule = "rectangle", first: int = 0) -> torch.Tensor:
-    """The weights w_ik [T, N] of all samples k for the queries i from `first` on; 0 for samples after the query.
+    """Returns the weights w_ik [T, N] of all samples k for the queries i from `first` on; 0 after the query.
 
     Each row sums to t_i - t_0. Raises `ValueError` for an unknown rule.
     """
+    check_choice("rule", rule, RULES)
     num_queries = len(durations_N) - first
     if rule == "rectangle":
         return durations_N.expand(num_queries, -1).tril(first)
-    if rule != "trapezoid":
-        raise ValueError(f"rule={rule!r}: choose one of {', '.join(RULES)}.")
     half_N = durations_N / 2
     start_N = half_N.clone()  # half of the sample's own interval; the first sample has the whole interval
     start_N[0] = durations_N[0]

@@ -8,10 +8,11 @@ Axes: N samples, D hidden size, n selected samples.
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from ..choices import check_choice
 from ..durations import LONGEST_PAIR, durations_from_time_steps
 from .spans import TextSpan
 
@@ -27,8 +28,7 @@ class Sentence:
     A sentence is immutable: every operation returns a new one. Times are in float64 on the host; embeddings keep their
     device.
 
-    Raises `ValueError` for parts that do not fit together, nonpositive durations, and time steps that do not increase
-    strictly.
+    Raises `ValueError` for parts that do not fit together, nonpositive durations, and time steps that do not increase.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Sentence:
             raise ValueError("a sentence consists of ids or of embeddings: pass one of the two.")
         if durations is not None and time_steps is not None:
             raise ValueError("durations and time_steps contain the same information: pass one of the two.")
-        if (ids is not None and len(ids) == 0) or (embeddings is not None and len(embeddings) == 0):
-            raise ValueError("the sentence has no samples: pass at least one sample.")
         self.ids_N = None if ids is None else torch.as_tensor(ids).cpu().clone()
         self.embeddings_ND = embeddings
+        if not len(self):
+            raise ValueError("the sentence has no samples: pass at least one sample.")
         self._check_values()
         self.integration_start = float(integration_start)
         if not math.isfinite(self.integration_start):
@@ -98,17 +98,12 @@ class Sentence:
 
     @property
     def time_steps_N(self) -> torch.Tensor:
-        """The end t_k of each sample's interval."""
+        """Returns the end t_k of each sample's interval."""
         return self.integration_start + self.durations_N.cumsum(0)
 
     def _with(self, **parts) -> "Sentence":
-        own = {
-            "ids": self.ids_N,
-            "embeddings": self.embeddings_ND,
-            "durations": self.durations_N,
-            "integration_start": self.integration_start,
-            "positions": self.positions_N,
-        }
+        own: dict[str, Any] = {"ids": self.ids_N, "embeddings": self.embeddings_ND, "durations": self.durations_N}
+        own |= {"integration_start": self.integration_start, "positions": self.positions_N}
         return Sentence(**(own | parts))
 
     def _check_no_positions(self, operation: str) -> None:
@@ -139,14 +134,14 @@ class Sentence:
         return self._with(integration_start=self.integration_start + float(amount))
 
     def _indices(self, span: Span) -> torch.Tensor:
-        indices_of_all = range(len(self))
+        known = range(len(self))
         span = span.tokens if isinstance(span, TextSpan) else span
-        indices = list(indices_of_all[span]) if isinstance(span, slice) else [int(index) for index in span]
-        if not indices or not all(index in indices_of_all for index in indices):
+        indices = set(known[span] if isinstance(span, slice) else map(int, span))
+        if not indices or not indices <= set(known):
             raise ValueError(
                 f"span {span} is invalid, the sentence has {len(self)} samples: pass indices from 0 to {len(self) - 1}."
             )
-        return torch.tensor(sorted(set(indices)))
+        return torch.tensor(sorted(indices))
 
     def densify(
         self,
@@ -165,16 +160,14 @@ class Sentence:
         if not isinstance(density, int) or density < 1:
             raise ValueError(f"density={density}: pass a whole number of at least 1.")
         self._check_no_positions("densify")
+        check_choice("positions", positions, ("spread", "equal"))
+        check_choice("values", values, ("constant", "linear"))
         parts = {
             "ids": None if self.ids_N is None else self.ids_N.repeat_interleave(density),
             "durations": (self.durations_N / density).repeat_interleave(density),
         }
         if positions == "equal":
             parts["positions"] = self.time_steps_N.repeat_interleave(density)
-        elif positions != "spread":
-            raise ValueError(f"positions={positions!r}: choose spread or equal.")
-        if values not in ("constant", "linear"):
-            raise ValueError(f"values={values!r}: choose constant or linear.")
         if self.embeddings_ND is not None:
             here_ND = self.embeddings_ND.repeat_interleave(density, dim=0)
             before_ND = torch.cat([self.embeddings_ND[:1], self.embeddings_ND[:-1]]).repeat_interleave(density, dim=0)
@@ -188,7 +181,7 @@ class Sentence:
 def interpolate(
     first: Sentence, second: Sentence, factor: float, how: Literal["linear", "spherical"] = "linear"
 ) -> Sentence:
-    """A sentence between two sentences with the same number of samples: `first` at factor 0, `second` at factor 1.
+    """Returns a sentence between two with the same number of samples: `first` at factor 0, `second` at factor 1.
 
     "linear": (1 - factor) x + factor y. "spherical": the direction turns from x to y at constant angular speed along
     the shortest arc, and the length changes linearly. Times always change linearly.
@@ -197,29 +190,24 @@ def interpolate(
     """
     if len(first) != len(second):
         raise ValueError(
-            f"sentences of {len(first)} and {len(second)} samples can't be interpolated: pass two with the same number "
-            "of samples."
+            f"sentences of {len(first)} and {len(second)} samples can't be interpolated: pass two of the same length."
         )
     if first.embeddings_ND is None or second.embeddings_ND is None:
         raise ValueError("token ids can't be interpolated: embed both sentences first.")
     if first.positions_N is not None or second.positions_N is not None:
         raise ValueError("samples with fixed positions can't be interpolated: do it before densify.")
-    if how not in ("linear", "spherical"):
-        raise ValueError(f"how={how!r}: choose linear or spherical.")
-    if (
-        first.embeddings_ND.shape != second.embeddings_ND.shape
-        or first.embeddings_ND.dtype != second.embeddings_ND.dtype
-    ):
+    check_choice("how", how, ("linear", "spherical"))
+    kinds = [(tuple(one.shape), one.dtype) for one in (first.embeddings_ND, second.embeddings_ND)]
+    if kinds[0] != kinds[1]:
+        (shape, dtype), (other_shape, other_dtype) = kinds
         raise ValueError(
-            f"embeddings of shape {tuple(first.embeddings_ND.shape)} and {first.embeddings_ND.dtype} do not fit "
-            f"shape {tuple(second.embeddings_ND.shape)} and {second.embeddings_ND.dtype}: use one model for both."
+            f"embeddings of {shape} and {dtype} do not fit {other_shape} and {other_dtype}: use one model for both."
         )
     between = torch.lerp if how == "linear" else _slerp
-    start = first.integration_start + factor * (second.integration_start - first.integration_start)
     return Sentence(
         embeddings=between(first.embeddings_ND, second.embeddings_ND, factor),
         durations=torch.lerp(first.durations_N, second.durations_N, factor),
-        integration_start=start,
+        integration_start=first.integration_start + factor * (second.integration_start - first.integration_start),
     )
 
 

@@ -20,7 +20,7 @@ class TextSpan(NamedTuple):
 
 
 def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """The tokenizer's ids, special tokens included, and each token's (start, end) in the characters of the text.
+    """Returns the ids, special tokens included, and each token's (start, end) in the characters of the text.
 
     Offsets exclude white space at a token's ends. Raises `ValueError` for a tokenizer that does not report offsets.
     """
@@ -32,7 +32,7 @@ def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tupl
 
 
 def find_spans(tokenizer: Any, text: str, part: str, whole_words: bool = True) -> list[TextSpan]:
-    """The tokens of every occurrence of `part` in `text`. Raises `ValueError` if there is none."""
+    """Finds the tokens of every occurrence of `part` in `text`. Raises `ValueError` if there is none."""
     part = part.strip()
     _, offsets = encode_with_offsets(tokenizer, text)
     spans, start = [], text.find(part) if part else -1
@@ -40,11 +40,10 @@ def find_spans(tokenizer: Any, text: str, part: str, whole_words: bool = True) -
         end = start + len(part)
         begins_within_word = start > 0 and text[start - 1].isalnum() and part[0].isalnum()
         ends_within_word = text[end : end + 1].isalnum() and part[-1].isalnum()
-        if whole_words and (begins_within_word or ends_within_word):
-            start = text.find(part, start + 1)
-            continue
-        spans.append(_covering(offsets, start, end, part))
-        start = text.find(part, end)
+        is_found = not (whole_words and (begins_within_word or ends_within_word))
+        if is_found:
+            spans.append(_covering(offsets, start, end, part))
+        start = text.find(part, end if is_found else start + 1)
     if not spans and part and part in text:
         raise ValueError(f"{part!r} occurs in {text!r} only within longer words: pass whole_words=False to find it.")
     if not spans:
@@ -53,12 +52,9 @@ def find_spans(tokenizer: Any, text: str, part: str, whole_words: bool = True) -
 
 
 def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
-    """The tokens of `text[start:end]` without the white space at its ends."""
+    """Finds the tokens of `text[start:end]` without the white space at its ends."""
     if not 0 <= start < end <= len(text):
-        raise ValueError(
-            f"characters {start} to {end} are outside a text of {len(text)} characters: pass 0 <= start < end <= "
-            f"{len(text)}."
-        )
+        raise ValueError(f"characters {start} to {end} of {len(text)}: pass 0 <= start < end <= {len(text)}.")
     first, last = _without_space(text, start, end)
     if first == last:
         raise ValueError(f"characters {start} to {end} of {text!r} are only white space: pass a part with other text.")
@@ -68,7 +64,7 @@ def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
 def containing_span(
     tokenizer: Any, text: str, first: str, last: str, after: str | None = None, before: str | None = None
 ) -> range:
-    """The tokens from the first one that contains `first` to the last one that contains `last`: the published rule.
+    """Finds the tokens from the first with `first` in it to the last with `last` in it: the published rule.
 
     It does not use places in the text. `after` and `before` narrow the search to the span from the first token that
     contains `after` to the first that contains `before`. Raises `ValueError` if no token contains a part.
@@ -76,10 +72,9 @@ def containing_span(
     names = [tokenizer.decode([token], skip_special_tokens=True) for token in tokenizer(text)["input_ids"]]
 
     def found(part: str, tokens: range) -> int:
-        for token in tokens:
-            if part in names[token]:
-                return token
-        raise ValueError(f"no token contains {part!r}")
+        if (token := next((token for token in tokens if part in names[token]), None)) is None:
+            raise ValueError(f"no token contains {part!r}")
+        return token
 
     start = found(after, range(len(names))) if after is not None else 0
     end = found(before, range(len(names))) + 1 if before is not None else len(names)

@@ -130,7 +130,7 @@ def test_adapters_of_more_or_fewer_layers(layers, tmp_path):
     ("value", "dtype"), [(float("nan"), torch.float32), (1e38, torch.float32), (600.0, torch.float16)]
 )
 def test_weights_are_finite_after_merging(value, dtype, tmp_path):
-    """In the dtype that is written: float16 ends at 65,504, where each matrix of the adapters is finite."""
+    """In the dtype that is written: float16 ends at 65,504, although each matrix of the adapters is finite."""
     model = tiny_model(dtype)
     save_adapters(model, lora(), tmp_path)
     weights = load_file(tmp_path / WEIGHTS)
@@ -187,7 +187,7 @@ DAMAGES = {
     "cut": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-8]), "is damaged"),
     "empty weights": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "is damaged or incomplete"),
     "pointer": (lambda folder: (folder / WEIGHTS).write_bytes(POINTER), "is a Git LFS pointer"),
-    "other models": (lambda folder: change(folder / CONFIG, peft_type="XLORA"), "loads the other models that"),
+    "other models": (lambda folder: change(folder / CONFIG, peft_type="XLORA"), "loads other models that"),
 }
 
 

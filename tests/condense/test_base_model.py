@@ -130,7 +130,7 @@ def test_the_configuration_asks_for_hidden_states_too():
 
 
 def test_hooks_of_the_base_model_are_called():
-    """Those of FSDP, which gather the weights that the base model itself holds."""
+    """FSDP's hooks gather the weights that the base model itself holds."""
     model, called = tiny_model(), []
     model.model.register_forward_pre_hook(lambda *_: called.append("before"))
     model.model.register_forward_hook(lambda *_: called.append("after"))

@@ -95,7 +95,7 @@ def test_a_refused_call_does_not_change_the_cache():
 
 
 def test_a_refused_first_call_does_not_fix_the_batch_size():
-    """Nor does it start a timeline of durations."""
+    """It does not start a timeline of durations either."""
     model = tiny_model()
     cache = FoldedCache(model.config)
     with pytest.raises(ValueError, match="within two segments"):

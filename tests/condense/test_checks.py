@@ -51,7 +51,7 @@ def test_a_checkpoint_of_another_family_is_refused(tmp_path):
         with pytest.raises(ValueError, match=f"type '{name}': condense folds checkpoints of the types llama, mistral"):
             CondenseForCausalLM.from_pretrained(tmp_path / name, segment_length=8)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
-    assert_refused("names its model_type", CondenseForCausalLM.from_pretrained, tmp_path)
+    assert_refused("no config.json with a model_type", CondenseForCausalLM.from_pretrained, tmp_path)
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused(stories):

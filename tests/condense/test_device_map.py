@@ -34,7 +34,7 @@ def test_layers_on_the_disk(folder, tmp_path):
     assert parts.model.norm.weight.is_meta and parts.model.layers[1].mlp.up_proj.weight.is_meta
     ids = torch.randint(3, whole.config.vocab_size, (2, 230), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(parts(ids).logits, whole(ids).logits)  # a wave where "auto" chooses it
+        torch.testing.assert_close(parts(ids).logits, whole(ids).logits)  # a wave if "auto" chooses it
         mask = torch.ones_like(ids)
         mask[0, :17] = 0
         durations = torch.rand(ids.shape) + 0.5

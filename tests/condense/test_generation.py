@@ -172,7 +172,7 @@ def test_generation_without_a_cache(side):
 @pytest.mark.parametrize("stored", [{"use_cache": False}, {"cache_implementation": "offloaded"}])
 @pytest.mark.parametrize("given", ["nothing", "a copy", "a cache"])
 def test_a_stored_setting_of_other_caches_has_no_effect(stored, given, tmp_path):
-    """Of a config.json or a generation_config.json; pipelines pass a copy of the latter."""
+    """It is stored in config.json or generation_config.json; pipelines pass a copy of the latter."""
     model, ids = tiny_model(), random_ids(1, 7)
     expected = greedy(model, ids)
     for name, value in stored.items():
@@ -247,7 +247,7 @@ def noisy_copy(model, scale):
     generator = torch.Generator().manual_seed(5)
     for parameter in assistant.parameters():
         parameter.data += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    assistant.generation_config.num_assistant_tokens = 6  # and no shorter draft where the assistant is unsure
+    assistant.generation_config.num_assistant_tokens = 6  # and no shorter draft if the assistant is unsure
     assistant.generation_config.assistant_confidence_threshold = 0.0
     return assistant
 

@@ -40,7 +40,7 @@ def test_gradients_through_the_memory_follow_the_equations(memory, implementatio
 @pytest.mark.parametrize("memory", list(MEMORIES.values())[1:], ids=list(MEMORIES)[1:])
 @pytest.mark.parametrize("segments", [1, 2])
 def test_truncated_memories_of_the_input_follow_the_equations(segments, memory):
-    """Those that pass a gradient share the segment's own keys and values, the others don't."""
+    """Memories that pass a gradient share the segment's own keys and values, the others don't."""
     model, ids = tiny_model(bptt_segments=segments, **memory), random_ids(1, LENGTH)
     assert_same_gradients(gradients(model, ids), reference_gradients(model, ids, detach_after=segments), 1e-5)
 
@@ -127,12 +127,12 @@ def test_checkpointing_saves_only_memories():
 
 
 def memory_bytes(config):
-    """Of a segment of 8 tokens in all layers, in float64."""
+    """Returns the bytes for a segment of 8 tokens in all layers, in float64."""
     return config.num_hidden_layers * 2 * config.num_key_value_heads * 8 * config.head_dim * 8
 
 
 def test_groups_of_segments_save_the_memories_before_them():
-    """By formula: of 12 segments those before the first of each group, and no others; groups of four run as waves."""
+    """By formula: of 12 segments, only the memory before each group is saved; groups of four run as waves."""
     model, ids, saved = tiny_model(segment_length=8).train(), random_ids(1, 96), {}
     for segments in (1, 2, 3, 4, 6):
         model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=segments))

@@ -70,7 +70,7 @@ def test_buffers_of_old_checkpoints_are_ignored(folder):
 
 def test_other_shapes_are_refused(folder):
     change(folder / "config.json", intermediate_size=32)
-    with pytest.raises(ValueError, match=r"down_proj.weight \[24, 40\] where the model has \[24, 32\]"):
+    with pytest.raises(ValueError, match=r"down_proj.weight \[24, 40\], but the model has \[24, 32\]"):
         CondenseForCausalLM.from_pretrained(folder)
     CondenseForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)  # on request
 

@@ -100,7 +100,7 @@ def test_one_document_with_the_arguments_of_other_kernels_is_an_ordinary_text():
     ],
 )
 def test_packing_arguments_that_contradict_the_positions_are_refused(changes, words):
-    """Also where positions have one document, and in the model without a head."""
+    """Also if positions have one document, and in the model without a head."""
     model, batch = tiny_model(), flattened(6, 8, return_flash_attn_kwargs=True, return_seq_idx=True)
     model(**batch)
     assert_refused(words, model, **batch | changes)

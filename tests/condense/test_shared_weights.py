@@ -113,7 +113,7 @@ class OfTheEmbedding(TorchDispatchMode):
 
 @pytest.mark.parametrize("fields", [TIED | WIDE, WIDE], ids=str)
 def test_operations_of_the_size_of_the_embedding(fields):
-    """Of a tied one: the head's gradient is computed, scaled, and gets the rows of the tokens. An embedding of its own
+    """If it is tied, the head's gradient is computed, scaled, and gets the rows of the tokens. An embedding of its own
     has these on zeros. There is no sum in float32, and no addition of two gradients."""
     model = model_of(schedule="sequential", **fields)
     with OfTheEmbedding(model.lm_head.weight.shape) as operations:

@@ -29,7 +29,7 @@ FIELDS = {
 
 
 class ModelTester:
-    """What the mixins ask of a model."""
+    """The methods that the mixins call."""
 
     batch_size, seq_length, is_training = 3, 7, True
     vocab_size, hidden_size, num_hidden_layers = (FIELDS[n] for n in ("vocab_size", "hidden_size", "num_hidden_layers"))

@@ -47,7 +47,7 @@ def models():
 
 
 def naive_logits(model, text_N, first=0) -> torch.Tensor:
-    """What predicts after columns `first`, ..., without cache and mask: [n, k, V] for heads, [n, 1, V] for experts."""
+    """Returns logits after columns `first`, ..., without cache and mask: [n, k, V] for heads, [n, 1, V] for experts."""
     if isinstance(model, MultiTokenForCausalLM):
         hidden_ND = model.base.model(text_N[None], use_cache=False).last_hidden_state[0]
         weights = [model.base.lm_head.weight, *(head.weight for head in model.heads)]
@@ -63,7 +63,7 @@ def owner(model, position):
 
 
 def naive_text(model, prompt_N, num_tokens, choose) -> list[int]:
-    """Written by reading the whole text anew for each step."""
+    """Writes by reading the whole text again for each step."""
     text_N = prompt_N
     while len(text_N) < len(prompt_N) + num_tokens:
         for logits_V in naive_logits(model, text_N, len(text_N) - 1)[0]:

@@ -1,6 +1,6 @@
 """`ContinuousLM` against the stock models with masks and positions that plain loops compute.
 
-Weights are float64. Rotary tables are float32 as in the stock models, so the tolerance is 1e-5 where positions are
+Weights are float64. Rotary tables are float32 as in the stock models, so the tolerance is 1e-5 if positions are
 summed in another order.
 
 Axes: N samples of a sentence, P rows of a table of learned positions, D hidden size.
@@ -471,7 +471,7 @@ def test_positions_outside_the_table_are_refused():
     lm.logits(sentence.shift(2.5))
     assert torch.equal(model(input_ids=sentence.ids_N[None]).logits, before)
     lm.check_positions(sentence.shift(2.5))
-    learned = ContinuousLM(model)  # reads a short first token: the default where positions are learned
+    learned = ContinuousLM(model)  # reads a short first token: the default for learned positions
     assert learned.position_anchor == "start"
     short = sentence.set_duration([0], 0.25)
     assert torch.equal(learned.logits(short), ContinuousLM(model, "start").logits(short))

@@ -5,6 +5,7 @@ import torch
 
 from condense.continuity import ContinuousLM, Sentence
 
+from ...refusals import assert_refused
 from ..models import VOCAB, tiny_model
 from .test_adapter import GPT2_FIELDS, SMALL, TOKENS, any_model, build
 
@@ -19,22 +20,19 @@ from .test_adapter import GPT2_FIELDS, SMALL, TOKENS, any_model, build
     ],
 )
 def test_arguments_are_checked(name, arguments, words):
-    with pytest.raises(ValueError, match=words):
-        ContinuousLM(any_model(name), **arguments)
+    assert_refused(words, ContinuousLM, any_model(name), **arguments)
 
 
 @pytest.mark.parametrize("name", ["llama", "folded"])
 def test_models_in_training_mode_are_refused(name):
-    with pytest.raises(ValueError, match=r"training mode.*model.eval\(\)"):
-        ContinuousLM(any_model(name).train())
+    assert_refused(r"training mode.*model.eval\(\)", ContinuousLM, any_model(name).train())
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3"])
 def test_flash_attention_is_refused_for_stock_models(attention):
     model = any_model("llama")
     model.config._attn_implementation = attention
-    with pytest.raises(ValueError, match=f"attn_implementation='{attention}'.*sdpa or eager"):
-        ContinuousLM(model)
+    assert_refused(f"attn_implementation='{attention}'.*sdpa or eager", ContinuousLM, model)
     folded = tiny_model()
     folded.config._attn_implementation = attention
     assert ContinuousLM(folded).folded
@@ -61,8 +59,7 @@ def test_models_without_support_for_durations_are_refused(name):
 
 
 def test_layers_of_unknown_type_are_named():
-    with pytest.raises(ValueError, match="layers of type linear_attention are not supported"):
-        ContinuousLM(build(("mamba", OTHERS["mamba"])))
+    assert_refused("layers of type linear_attention are not supported", ContinuousLM, build(("mamba", OTHERS["mamba"])))
 
 
 @pytest.mark.parametrize(
@@ -87,8 +84,7 @@ def test_models_with_other_logits_are_refused(change, words):
     model = any_model("llama")
     forward = model.forward
     model.forward = lambda **inputs: forward(**(inputs if "input_ids" in inputs else change(inputs)))
-    with pytest.raises(ValueError, match=words):
-        ContinuousLM(model)
+    assert_refused(words, ContinuousLM, model)
 
 
 @pytest.mark.parametrize("rule", ["rectangle", "trapezoid"])
@@ -102,16 +98,14 @@ def test_the_check_does_not_change_the_rule(rule):
 def test_ids_of_another_tokenizer_are_refused(name, wrong):
     lm = ContinuousLM(any_model(name))
     for read in (lm.embed, lm.logits, lambda sentence: lm.next_logits([sentence])):
-        with pytest.raises(ValueError, match=f"vocabulary of {VOCAB} tokens.*another tokenizer"):
-            read(Sentence([3, wrong]))
+        assert_refused(f"vocabulary of {VOCAB} tokens.*another tokenizer", read, Sentence([3, wrong]))
 
 
 def test_a_folded_model_refuses_fixed_positions():
     lm = ContinuousLM(tiny_model())
     dense = Sentence([3, 4]).densify(2, positions="equal")
     for read in (lm.logits, lambda sentence: lm.next_logits([sentence])):
-        with pytest.raises(ValueError, match="positions only from durations.*positions='equal'"):
-            read(dense)
+        assert_refused("positions only from durations.*positions='equal'", read, dense)
 
 
 @pytest.mark.parametrize(

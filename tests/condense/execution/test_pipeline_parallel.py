@@ -221,6 +221,6 @@ def test_inputs_that_do_not_fit_are_refused():
         assert_refused("add up to the model's layers", PipelineStage, model, layers_per_rank)
     stage = PipelineStage(model)
     assert_refused("hides every token", stage.loss, **text(attention_mask=torch.zeros(2, LENGTH)))
-    assert_refused("one label per token", stage.loss, random_ids(2, LENGTH), labels=random_ids(2, 9))
+    assert_refused("labels of shape .* one for each token", stage.loss, random_ids(2, LENGTH), labels=random_ids(2, 9))
     with pytest.raises(ValueError, match=f"vocabulary of {VOCAB}"):
         stage.loss_and_gradients(random_ids(2, LENGTH) + VOCAB, labels=random_ids(2, LENGTH))

@@ -30,7 +30,7 @@ def prepared(path, tokenizer):
     data = TextData(task="text", sources=[Source(files=str(path))], prepared=path.parent / "prepared")
     folder = folder_of(data, data.sources, tokenizer, min_tokens=2)
     encode = partial(text_encoder, tokenizer, 2)
-    return prepare(folder, data, data.sources, encode, ALL, with_summaries=False)
+    return prepare(folder, data, data.sources, encode, ALL)
 
 
 @pytest.mark.parametrize("data", ["the cat\r\nsat", "\ufeffthe cat\nsat"])

@@ -30,15 +30,20 @@ QUESTIONS = {
 }
 
 
+def values_in(said):
+    """Returns {key: its values, in order} from the sentences of a text."""
+    known = defaultdict(list)
+    for key, value in re.findall(SENTENCE, said):
+        known[key].append(value)
+    return known
+
+
 def read(form, ids):
-    """What a reader of the text knows: {key: its values, in their order}, the key asked about, and all else."""
+    """Returns what a reader of a text knows: {key: its values, in order}, the key asked about, and all else."""
     text = re.fullmatch(
         rf"<s> Remember who has what \. A question follows \. (?P<said>.*?){QUESTIONS[form]}", TOKENIZER.decode(ids)
     )
-    known = defaultdict(list)
-    for key, value in re.findall(SENTENCE, text["said"]):
-        known[key].append(value)
-    return known, text["key"], re.sub(SENTENCE, "", text["said"])
+    return values_in(text["said"]), text["key"], re.sub(SENTENCE, "", text["said"])
 
 
 @pytest.mark.parametrize(
@@ -136,10 +141,7 @@ def test_several_questions_of_a_text(form):
     batch = task.training_batch(60, task.length(5, 3) + 9, 4, np.random.default_rng(2))
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         said, *asked = re.split(r"(?= What does the)", TOKENIZER.decode(ids))
-        known = defaultdict(list)
-        for key, value in re.findall(SENTENCE, said + " "):
-            known[key].append(value)
-        labelled, first, keys = labels != -100, len(said.split()), []
+        known, labelled, first, keys = values_in(said + " "), labels != -100, len(said.split()), []
         for number, text in enumerate(asked, 1):
             match = re.fullmatch(rf" {QUESTIONS[form]} (?P<words>[\w ]+?)(?P<stop> \.)?", text)
             keys.append(match["key"])
@@ -177,10 +179,7 @@ def test_brief_questions(form, brief):
         assert batch["input_ids"].shape == (100, tokens)
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             said, *questions = re.split(r"(?= What does the)", TOKENIZER.decode(ids))
-            known = defaultdict(list)
-            for key, value in re.findall(SENTENCE, said + " "):
-                known[key].append(value)
-            first = len(said.split())
+            known, first = values_in(said + " "), len(said.split())
             for text in questions:
                 short = re.fullmatch(r" What does the (?P<key>\w+ \w+) (?P<words>[\w ]+?)( \.)?", text)
                 match = short or re.fullmatch(rf" {QUESTIONS[form]} (?P<words>[\w ]+?)( \.)?", text)

@@ -9,7 +9,6 @@ import signal
 import time
 from functools import partial
 
-import datasets
 import numpy as np
 import pytest
 
@@ -21,9 +20,10 @@ from condense.training.recipe import Source, TextData
 from condense.training.small_llama import word_tokenizer
 
 from ..ranks import FORKS
+from .encoders import WORDS
+from .hub import stream_files
 from .stopping import stopped_before_part
 
-WORDS = [f"w{n}" for n in range(50)]
 ALL = Need(lambda lengths: lengths, 10**9)
 
 
@@ -51,7 +51,7 @@ def data_of(path, **fields):
 def prepared(data, need=ALL, min_tokens=2, num_workers=0):
     tokenizer = word_tokenizer(WORDS)
     folder = folder_of(data, data.sources, tokenizer, min_tokens=min_tokens)
-    return prepare(folder, data, data.sources, partial(text_encoder, tokenizer, min_tokens), need, False, num_workers)
+    return prepare(folder, data, data.sources, partial(text_encoder, tokenizer, min_tokens), need, num_workers)
 
 
 def contents(store):
@@ -152,10 +152,7 @@ def test_a_stream_goes_on_where_its_preparation_was_stopped(documents, monkeypat
     path, _ = documents
     lines = [line for line in path.read_text().splitlines() if line != '{"text": ']
     path.write_text("\n".join(lines))  # datasets takes no broken lines
-    load = datasets.load_dataset
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *_, **__: load("json", data_files=str(path), split="train", streaming=True)
-    )
+    stream_files(monkeypatch, "json", path)
     monkeypatch.setattr(preparation, "PART_DOCUMENTS", 128)
     data = data_of(path).model_copy(update={"sources": [Source(hub="owner/name")]})
     with stopped_before_part(3):

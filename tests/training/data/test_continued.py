@@ -1,4 +1,4 @@
-"""Documents of a run that is given more steps: none is read twice while there are others, and those before stay."""
+"""Documents of a run that is given more steps: none is read twice while others are left, and former ones stay."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ PER_STEP, AVAILABLE = 4, 120  # sequences of 8 tokens, which are two of each doc
 
 
 def read(recipe, steps: int, former: list[int] = [], *overrides: str) -> list[tuple]:  # noqa: B006
-    """The tokens of the sequences of all steps, in their order."""
+    """Returns the places of the sequences of all steps, in order."""
     stages = [[Stage(total_length=8, steps=number)] for number in former]
     loaded = load_recipe(recipe, [f"steps={steps}", *overrides])
     examples, _ = make_examples(loaded, word_tokenizer([WORDS]), former=stages)
@@ -48,7 +48,7 @@ def test_all_documents_are_read_again_where_there_are_too_few_others(recipe):
 
 
 def test_epochs_go_on_where_all_documents_have_been_read(recipe):
-    """As in a run that had all the steps from its beginning."""
+    """The order is that of a run with all the steps from its beginning."""
     assert read(recipe, 70, [40]) == read(recipe, 70)
     assert read(recipe, 70, [30, 40]) == read(recipe, 70)
 
@@ -72,7 +72,7 @@ QUESTIONS = Documents([100] * 10 + [2000] * 4, given=2)
 
 
 def numbers(lots, total_length):
-    """The documents of all sequences of a length that a run asks for."""
+    """Returns the documents of all sequences of a length that a run asks for."""
     examples = continued(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)
     asked = max(lot.asked[total_length] for lot in lots)
     return [int(examples.sequence(number, total_length)[0].input_ids[0]) // 100 for number in range(asked)]

@@ -1,4 +1,4 @@
-"""Documents of every format, and what is broken, by file and line."""
+"""Documents of every format, and broken ones, by file and line."""
 
 import json
 import pickle
@@ -51,7 +51,7 @@ def test_formats(tmp_path):
 
 
 def test_text_files_of_other_systems(tmp_path):
-    """A byte order mark is no text, and a line ends with a line feed; what JSON strings hold is kept."""
+    """A byte order mark is not text, lines end with a line feed, and JSON strings are unchanged."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
     assert read(Source(files=str(tmp_path / "a.txt"))) == [Document(str(tmp_path / "a.txt"), "one\ntwo\nthree\n")]
     assert read_text(tmp_path / "a.txt") == "one\ntwo\nthree\n"

@@ -89,7 +89,7 @@ def test_texts_have_exact_lengths_and_facts_in_order_between_sentences(task, tok
 
 
 def test_facts_are_anywhere_in_the_text(task):
-    """Each gap between sentences is as likely: of two, one half each."""
+    """All gaps between sentences are equally likely."""
     starts = []
     generator = np.random.default_rng(4)
     for _ in range(600):

@@ -52,7 +52,7 @@ def read(form, ids):
 )
 @pytest.mark.parametrize("room", [0, 1, 77, 1200])
 def test_a_reader_knows_the_answer(form, options, sentences, answer, room):
-    """The length of the text counted by hand: six tokens a sentence, and the frame."""
+    """The expected lengths are counted by hand: six tokens a sentence, and the frame."""
     task, rows = RecallTask(TOKENIZER, 20, form, **options), 8
     frame = 1 + 9 + {"single": 11, "multi_value": 15, "overwritten": 13}[form] + answer
     assert task.length(20) == frame + 6 * sentences
@@ -256,7 +256,7 @@ def test_a_tokenizer_without_the_words_is_named():
 
 
 def test_other_tokenizers(stories):
-    """A tokenizer of real text: words of one length are taken, so that lengths stay exact."""
+    """A tokenizer of real text: all words have the same length, so lengths stay exact."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     task = RecallTask(tokenizer, 6)
     questions = task.batch(5, 700, np.random.default_rng(0))

@@ -146,7 +146,7 @@ def test_the_first_bad_document_in_order_is_refused(data, tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_source_drops_is_counted_and_never_tokenised(tmp_path, num_workers):
-    """Of the first chunk nothing is kept."""
+    """Nothing of the first chunk is kept."""
     (tmp_path / "calls").mkdir()
     (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "w1 w2 w3", "n": {n}}}\n' for n in range(100)))
     source = Source(files=str(tmp_path / "x.jsonl"), at_least={"n": 90})

@@ -5,6 +5,7 @@ A file is identified by its size and a hash: of all its bytes or, if it is large
 
 import hashlib
 import os
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -28,10 +29,14 @@ def contents(recipe: Recipe) -> Contents:
     models = {"model.source": recipe.model.source, "objective.teacher": getattr(recipe.objective, "teacher", None)}
     for name, source in models.items():
         if source:  # models with random weights have none
-            folder = Path(source)
-            files = sorted(chain.from_iterable(map(folder.glob, MODEL_FILES)))
-            found[name] = [[f"{path.name} {content(path)}" for path in files] if folder.is_dir() else None]
+            found[name] = [contents_of(source, MODEL_FILES) if Path(source).is_dir() else None]
     return found
+
+
+def contents_of(folder: str, patterns: Sequence[str]) -> list[str]:
+    """Returns name, size and hash of the files in a folder that match a pattern."""
+    files = sorted(chain.from_iterable(map(Path(folder).glob, patterns)))
+    return [f"{path.name} {content(path)}" for path in files]
 
 
 def content(path: Path) -> str:

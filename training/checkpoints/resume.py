@@ -119,7 +119,7 @@ def _stored_recipe(marker: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def _same_until(step: int, before: list[dict] | None, now: list[dict] | None) -> bool:
-    """Whether the first `step` steps use the same lengths, and the longest texts are as long as before."""
+    """Returns whether the first `step` steps use the same lengths, and the longest texts are as long as before."""
     if not before or not now:
         return False
     lengths = [[stage["total_length"] for stage in stages for _ in range(stage["steps"])] for stages in (before, now)]
@@ -134,7 +134,7 @@ def _may_change(before: dict[str, Any], now: dict[str, Any], has_documents: bool
 
 
 def _holds_out(recipe: dict[str, Any]) -> bool:
-    """Whether validation takes documents away from training."""
+    """Returns whether validation takes documents away from training."""
     evaluation = recipe.get("evaluation")
     return evaluation is not None and not evaluation["sources"]
 
@@ -191,7 +191,7 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def make_universal(checkpoint: Path, ranks: int, zero_stage: int | None) -> bool:
-    """Whether the checkpoint must be loaded in DeepSpeed's universal form, which is then made here, once.
+    """Returns whether the checkpoint must be loaded in DeepSpeed's universal form, and makes this form once.
 
     ZeRO divides the optimizer's state among the ranks that wrote it; the universal form is undivided. Raises
     `ValueError` if neither form can be loaded under this ZeRO stage.

@@ -12,10 +12,10 @@ from .text import Plan, StoredExamples
 
 
 def question_encoder(tokenizer, total_length: int):
-    """Tokenises unchanged prompts, with their answers and an eos, into at most `total_length` tokens.
+    """Returns an encoder of prompts with their answers and an eos, at most `total_length` tokens.
 
-    Prompt and answer are one text to the tokenizer, after the first tokens of every text: so a model sees the same
-    tokens in training as when it is asked. A token that contains characters of both belongs to the answer.
+    Prompt and answer are one text to the tokenizer, after the first tokens of every text: a model sees the same tokens
+    in training and in use. A token with characters of both belongs to the answer.
     """
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} does not report where an answer begins: load a fast tokenizer.")

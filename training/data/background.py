@@ -1,7 +1,8 @@
-"""The text that facts are hidden in: sentences as tokens, a part of which can have any length."""
+"""The text that facts are hidden in: sentences as tokens. A part of it can have any length."""
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ SENTENCES_AT_ONCE = 2**12  # in a call of the tokenizer
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of a text, with single spaces between their words; a paragraph ends the sentence before it."""
+    """Returns the sentences of a text, with single spaces between words. The end of a paragraph ends a sentence."""
     return [" ".join(sentence.split()) for sentence in SENTENCE.findall(text)]
 
 
@@ -24,31 +25,28 @@ class Background:
     """Sentences in their order; after the last one the first one follows."""
 
     def __init__(self, tokenizer: Any, sentences: Iterable[str]):
-        """Raises `ValueError` where there is no sentence."""
-        self.tokenizer = tokenizer
-        texts = [f" {sentence}" for sentence in sentences]
-        self.texts = texts
-        ids: list[list[int]] = []
-        for first in range(0, len(texts), SENTENCES_AT_ONCE):
-            ids += encode_within(tokenizer, texts[first : first + SENTENCES_AT_ONCE])
-        ids = [sentence for sentence in ids if sentence]
+        """Raises `ValueError` if there is no sentence."""
+        self.tokenizer, self.texts = tokenizer, [f" {sentence}" for sentence in sentences]
+        starts = range(0, len(self.texts), SENTENCES_AT_ONCE)
+        calls = (encode_within(tokenizer, self.texts[start : start + SENTENCES_AT_ONCE]) for start in starts)
+        ids = [sentence for call in calls for sentence in call if sentence]
         if not ids:
             raise ValueError("the background text has no sentences: name files with text.")
-        self.tokens = np.fromiter((token for sentence in ids for token in sentence), np.int64)
+        self.tokens = np.fromiter(chain.from_iterable(ids), np.int64)
         self.ends = np.cumsum([len(sentence) for sentence in ids])
         self._two_rounds = np.concatenate([self.ends - len(self.tokens), self.ends])
 
     def naming(self, words: Sequence[str], most_tokens: int) -> list[list[int]]:
-        """The sentences of at most `most_tokens` tokens that have one of the words."""
+        """Returns the sentences of at most `most_tokens` tokens that have one of the words."""
         word = re.compile(rf"\b(?:{'|'.join(map(re.escape, words))})\b")
         found = encode_within(self.tokenizer, [text for text in self.texts if word.search(text)])
         return [sentence for sentence in found if 0 < len(sentence) <= most_tokens]
 
     def part(self, num_tokens: int, num_gaps: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """`num_tokens` tokens that end with a random sentence, and `num_gaps` random places between their sentences.
+        """Returns `num_tokens` tokens up to the end of a random sentence, and `num_gaps` random gaps between sentences.
 
-        The first sentence lacks its beginning. A place is the number of tokens before it; they are sorted, several may
-        be the same, and the ends of the part are among those that are drawn from.
+        The first sentence may lack its beginning. A gap is the number of tokens before it. Gaps are sorted and may be
+        equal; the two ends of the part count as gaps.
         """
         whole, sentences = len(self.tokens), len(self.ends)
         last = int(generator.integers(sentences))

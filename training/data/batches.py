@@ -1,10 +1,10 @@
 """The micro-batches of a run with stages, by number.
 
-The sequences of a run are numbered, those of each length from 0; ranks and accumulation only divide them.
-So a run has the same batches on any number of ranks.
+The sequences of each length are numbered from 0; ranks and accumulation only divide them. So a run has the same batches
+on any number of ranks.
 
-Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must run the same number of segments:
-where texts differ in length, one row of each micro-batch is extended to the full length.
+Under ZeRO-3 every use of a weight gathers it from all ranks, so all ranks must run the same number of segments. If the
+texts differ in length, one row of each micro-batch is extended to the full length.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .examples import Examples, collate
 
 
 def evaluated_sources(recipe: Recipe) -> list[str]:
-    """The names of the sources that validation losses are divided by: none for a single source and packed sequences."""
+    """Returns the names of the sources with validation losses of their own: none for one source or packed sequences."""
     data = recipe.data
     packs = isinstance(data, TextData) and data.fit == "pack"
     if not isinstance(data, DocumentData) or not recipe.evaluation or packs:
@@ -30,16 +30,12 @@ def evaluated_sources(recipe: Recipe) -> list[str]:
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Short names: a hub data set's, a file's or its folder's; numbered from 1 where several are the same."""
+    """Returns short names: a hub data set's, a file's or its folder's. Equal names are numbered from 1."""
     names = [_source_name(source) for source in sources]
-    taken, unique = {name for name in names if names.count(name) == 1}, []
+    once, unique = {name for name in names if names.count(name) == 1}, list[str]()
     for name in names:
-        if names.count(name) > 1:
-            numbered = next(other for n in count(1) if (other := f"{name}_{n}") not in taken)
-            taken.add(numbered)
-            unique.append(numbered)
-        else:
-            unique.append(name)
+        numbered = (f"{name}_{n}" for n in count(1))
+        unique.append(name if name in once else next(other for other in numbered if other not in once.union(unique)))
     return unique
 
 
@@ -49,6 +45,11 @@ def _source_name(source: Source) -> str:
     assert source.files is not None
     parts = (Path(part).stem for part in reversed(Path(source.files).parts))
     return next((part for part in parts if part and not set(part) & set("*?[/")), "files")
+
+
+def _collated(examples: Examples, numbers: Sequence[int], total_length: int, equal_lengths: bool, **options: bool):
+    rows = [row for number in numbers for row in examples.sequence(number, total_length)]
+    return collate(rows, extend_to=total_length if equal_lengths else 0, **options)
 
 
 class StageBatches(Dataset):
@@ -65,13 +66,12 @@ class StageBatches(Dataset):
         total_length, before = self._stage_at(index // self.per_step)
         first = (index - before * self.per_step) * self.recipe.micro_batch
         numbers = range(first, first + self.recipe.micro_batch)
-        examples = [example for number in numbers for example in self.examples.sequence(number, total_length)]
-        extend_to = total_length if self.equal_lengths else 0
-        batch = collate(examples, extend_to, self.recipe.objective.needs_places)
+        with_places = self.recipe.objective.needs_places
+        batch = _collated(self.examples, numbers, total_length, self.equal_lengths, with_places=with_places)
         return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]} of length {total_length}"}
 
     def _stage_at(self, step: int) -> tuple[int, int]:
-        """The length of a step's texts, and how many of the steps before it had texts of another length."""
+        """Returns the length of a step's texts, and how many of the steps before it had texts of another length."""
         assert self.recipe.stages is not None
         stage = self.recipe.stage_at(step)
         total_length = self.recipe.stages[stage].total_length
@@ -82,11 +82,10 @@ class StageBatches(Dataset):
 class ValidationBatches(Dataset):
     """The sequences to validate with in micro-batches, all as long as the longest stage: losses of all stages compare.
 
-    `source_names` has the names of several sources, for a loss of each; it is empty where there is one, or where
-    packed sequences mix them. A micro-batch has sequences of one source. With `equal_lengths`, for ZeRO-3,
-    sequences come one by one: of unequal micro-batches, ranks would use the head unequally often. So do texts
-    that are generated, whose answers lie far apart where lengths differ: the accuracy needs all logits from the first
-    one on.
+    A micro-batch has sequences of one source. `source_names` has the names of the sources, for a loss of each; it is
+    empty for one source, or if packed sequences mix them. With `equal_lengths`, for ZeRO-3, sequences come one by one,
+    because ranks would use the head unequally often in unequal micro-batches. Generated texts come one by one because
+    their accuracy needs all logits from the first answer on, and answers in texts of different lengths lie far apart.
     """
 
     def __init__(self, recipe: Recipe, examples: Examples, equal_lengths: bool = False):
@@ -110,13 +109,11 @@ class ValidationBatches(Dataset):
         return [[number for number in every if sources[number] == source] for source in sorted(set(sources))]
 
     def source(self, index: int) -> int:
-        """The number of the source that a micro-batch comes from."""
+        """Returns the number of the source that a micro-batch comes from."""
         return self.examples.source(self.numbers[index][0], self.total_length)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        numbers, length = self.numbers[index], self.total_length
-        examples = [example for number in numbers for example in self.examples.sequence(number, length)]
-        return collate(examples, extend_to=self.total_length if self.equal_lengths else 0)
+        return _collated(self.examples, self.numbers[index], self.total_length, self.equal_lengths)

@@ -1,8 +1,8 @@
-"""The documents of a run that is given more steps: first those of its former steps, in the order that they had.
+"""The documents of a run that is given more steps: first the former steps' documents, in their former order.
 
 The order of documents depends on their number, and a run has as many as its steps need. So the sequences of the former
-steps keep their order, and those after them come from the documents that only the new steps need. Where there are too
-few of these, all documents are read again, in another order. Where there are none, the epochs go on.
+steps keep their order, and further ones come from the documents that only the new steps need. If these are too few, all
+documents are read again, in another order. If there are none, the epochs go on.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ class Lot(NamedTuple):
     """The sequences of each length that the steps of a recipe ask for, and the documents that they need."""
 
     asked: dict[int, int]
-    last: int  # the documents up to this one, without it
-    is_enough: bool = True  # False where the source has no more
+    last: int  # the documents before this one
+    is_enough: bool = True  # False if the source has no more
 
 
 def continued(of: Callable[[int, int], Examples], first: int, lots: Sequence[Lot]) -> Examples:
-    """The sequences of a run whose steps have been those of each lot, one after another.
+    """Returns the sequences of a run that has had the steps of each lot, one after another.
 
-    `of` makes the examples of the documents from one number up to another. Raises `ValueError` if the further steps ask
-    for a length that no document of theirs fits into.
+    `of(first, last)` makes the examples of the documents `first` to `last` - 1. Raises `ValueError` if the further
+    steps ask for a length that none of their documents fits into.
     """
     asked, last, _ = lots[0]
     examples: Examples = of(first, last)
@@ -39,7 +39,7 @@ def continued(of: Callable[[int, int], Examples], first: int, lots: Sequence[Lot
 
 
 class Continued:
-    """The first `num_before` sequences of each length are those of `before`, all others those of `after`."""
+    """The first `num_before` sequences of each length come from `before`, all others from `after`."""
 
     def __init__(self, before: Examples, num_before: dict[int, int], after: Examples):
         self.before, self.num_before, self.after = before, num_before, after

@@ -1,7 +1,7 @@
 """A curriculum: lengths that grow as the loss falls, and the batches of those lengths.
 
-The length of a step is decided two steps ahead and recorded, since the next batch is fetched before a step
-ends: a resumed run makes the same batches as a run that was never stopped.
+The length of a step is decided two steps ahead and recorded, since the next batch is fetched before a step ends. So a
+resumed run makes the same batches as a run that was never stopped.
 """
 
 import json
@@ -30,14 +30,14 @@ class CurriculumState:
         return self.milestones[-1][1]
 
     def at(self, step: int, generator: np.random.Generator) -> int:
-        """Segments of the text at a step; after the last growth, some steps review an earlier length."""
+        """Returns the segments of the text at a step; after the last growth, some steps review an earlier length."""
         reached = [segments for start, segments in self.milestones if start <= step]
         if reached[-1] == self.curriculum.last_segments and generator.random() < self.curriculum.review:
             return int(generator.choice(reached))
         return reached[-1]
 
     def observe(self, step: int, loss: float, num_steps: int) -> bool:
-        """Records the mean loss of the last `num_steps` steps; true where the text grows."""
+        """Records the mean loss of the last `num_steps` steps. Returns whether the text grows."""
         self.losses = [*self.losses, loss][-max(1, self.curriculum.patience // num_steps) :]
         full = len(self.losses) * num_steps >= self.curriculum.patience
         is_low = np.mean(self.losses) < self.curriculum.loss_below
@@ -69,7 +69,7 @@ class CurriculumBatches(Dataset):
         self.background = recipe.data.background
         self.curriculum = recipe.curriculum
         self.curriculum.check_holds_longest(segment_length, world_size)
-        # Texts that do not fit the first length or the last are refused before the first step.
+        # Refuses texts that do not fit the first or the last length, before the first step.
         shortest = self.curriculum.first_segments * segment_length
         task.training_batch(1, shortest, self.background, np.random.default_rng(recipe.seed))
         longest = self.curriculum.last_segments * segment_length
@@ -82,8 +82,8 @@ class CurriculumBatches(Dataset):
         step = index // self.world_size
         segments = self.state.at(step, np.random.default_rng([self.recipe.seed, step]))
         generator = np.random.default_rng([self.recipe.seed, step, index])
-        # Any length above the previous one of the curriculum: passkey texts grow by whole fillers, so lengths within a
-        # single segment would leave some of its positions without the question.
+        # Passkey texts grow by whole fillers: lengths within a single segment would leave some of its positions without
+        # the question. So any length above the previous one of the curriculum is drawn.
         lengths = self.curriculum.lengths
         shorter = lengths[max(lengths.index(segments) - 1, 0)] * self.segment_length
         longest = segments * self.segment_length

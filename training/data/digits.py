@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .examples import IGNORE_INDEX, Epochs, Example, Examples
+from .examples import IGNORE_INDEX, Example, Examples, index_in_epoch
 
 SIDE = 8
 NUM_PIXELS = SIDE * SIDE
@@ -21,7 +21,7 @@ SPLIT_SEED = 0
 
 @cache
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """All images as integers [1797, 64], and the digits that they show [1797]. They come with the package."""
+    """Returns all images as integers [1797, 64], and the digits that they show [1797]. They come with scikit-learn."""
     from sklearn.datasets import load_digits as load  # takes a second
 
     data: Any = load()
@@ -29,24 +29,24 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def split() -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of the 1,437 images to train on, and of the 360 to validate with."""
+    """Returns the numbers of the 1,437 images to train on, and of the 360 to validate with."""
     order = np.random.default_rng(SPLIT_SEED).permutation(NUM_IMAGES)
     return order[NUM_HELD_OUT:], order[:NUM_HELD_OUT]
 
 
 class DigitExamples(Examples):
-    """Images by number; `seed` gives each epoch its own order. The place of an image is its number times 64."""
+    """Images by number; with a seed, each epoch has its own order. The place of an image is its number times 64."""
 
     def __init__(self, numbers: np.ndarray, seed: int | None):
         self.images, _ = load_digits()
-        self.numbers, self.epochs = numbers, Epochs(seed)
+        self.numbers, self.seed = numbers, seed
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.images[self.numbers].tobytes()).hexdigest()
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
         assert total_length == NUM_PIXELS
-        image = int(self.numbers[self.epochs.index(number, len(self.numbers))])
+        image = int(self.numbers[index_in_epoch(number, len(self.numbers), self.seed)])
         labels = self.images[image].copy()
         labels[0] = IGNORE_INDEX
         return [Example(self.images[image], labels, image * NUM_PIXELS)]

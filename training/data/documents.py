@@ -1,11 +1,10 @@
-"""Documents of a recipe's sources, one by one, and the problems of those that can't be read.
+"""Documents of a recipe's sources, one by one, and problems of records that can't be read.
 
 Several sources take turns until each has ended.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from condense.fields import MISSING, field_names, find_field
 
@@ -13,9 +12,8 @@ from ..recipe import BadDocuments, Source
 from .shards import Problem, Record, open_shards, wrong_encoding
 
 
-@dataclass(frozen=True)
-class Document:
-    """`summary` is empty where none is asked for. `where` names file and line, or file and row."""
+class Document(NamedTuple):
+    """`summary` is empty unless it is asked for. `where` names file and line, or file and row."""
 
     where: str
     text: str
@@ -31,10 +29,10 @@ def good_documents(
     on_skip: Callable[[Problem], object] = lambda problem: None,
     option: str = "",
 ) -> Iterator[T]:
-    """The documents among `records`: the one policy for bad ones, of training and of every evaluation.
+    """Yields the documents among `records`. Training and evaluations share this policy for bad documents.
 
-    `on_skip` is called with each problem that is skipped. Where problems are refused, raises `ValueError` for the first
-    one; `option`, such as `data.bad_documents=skip`, is the option that skips it ("" if there is none).
+    Calls `on_skip` with each problem that is skipped. If problems are refused, raises `ValueError` for the first one.
+    The message names the `option` that skips it, such as `data.bad_documents=skip` ("" if there is none).
     """
     for record in records:
         if not isinstance(record, Problem):
@@ -47,7 +45,7 @@ def good_documents(
 
 
 def take_turns(readers: Sequence[Iterator[T]], num_read: Sequence[int] | None = None) -> Iterator[T]:
-    """The documents that readers read. The one that has read least is next, counting `num_read` before."""
+    """Yields documents of several readers: next is the reader that has read least, `num_read` before included."""
     counts = dict(enumerate(num_read or [0] * len(readers)))
     while counts:
         turn = min(counts, key=lambda number: counts[number])
@@ -61,7 +59,7 @@ def take_turns(readers: Sequence[Iterator[T]], num_read: Sequence[int] | None = 
 
 
 def read_documents(sources: Sequence[Source], with_summaries: bool) -> Iterator[Document | Problem]:
-    """The documents of sources that take turns, and the problems. Raises `ValueError` as `open_shards` does."""
+    """Yields documents and problems of sources that take turns. Raises `ValueError` as `open_shards` does."""
     for document in take_turns([_documents(source, with_summaries) for source in sources]):
         if not isinstance(document, str):
             yield document
@@ -75,9 +73,9 @@ def _documents(source: Source, with_summaries: bool) -> Iterator[Document | Prob
 
 
 def make_document(record: Record, source: Source, with_summaries: bool) -> Document | Problem | str:
-    """A record's document, its problem, or the reason why it is dropped.
+    """Returns a record's document, its problem, or the reason why it is dropped.
 
-    Raises `ValueError` where the source asks for lowest values in a field that the record does not have.
+    Raises `ValueError` if the source has a lowest value for a field that the record does not have.
     """
     where, fields = record
     if isinstance(fields, Problem):

@@ -6,21 +6,23 @@ a resumed run, on any number of ranks, continues exactly where the former run st
 Axes: B rows, N tokens.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from condense.configuration import IGNORE_INDEX
 
 
 class Example(NamedTuple):
-    """Tokens of one document and, of the same length, the labels: `IGNORE_INDEX` where no loss is taken.
+    """Tokens of one document, and labels of the same length: `IGNORE_INDEX` if a token has no loss.
 
-    The first token has no label, since nothing predicts it. `place` is that of the first token among all tokens of the
-    prepared documents; None for generated texts.
+    The first token has no label, since nothing predicts it. `place` is its number among all tokens of the prepared
+    documents; None for generated texts.
     """
 
     input_ids: np.ndarray
@@ -29,24 +31,23 @@ class Example(NamedTuple):
 
     @classmethod
     def with_labels_at(cls, places: Any, input_ids: np.ndarray) -> "Example":
-        """The tokens with the labels of those at some places."""
         labels = np.full(len(input_ids), IGNORE_INDEX)
         labels[places] = input_ids[places]
         return cls(input_ids, labels)
 
 
-class Epochs:
-    """Maps the number of a sequence in a run to an index: each epoch has every index once, in an order of its own.
+def random_length(least: int, shortest: float, total_length: int, generator: np.random.Generator) -> int:
+    """Returns a number of tokens up to `total_length`: at least `least`, and at least the share `shortest` of it."""
+    return int(generator.integers(max(least, math.ceil(shortest * total_length)), total_length + 1))
 
-    Without a seed, every epoch has the indices in their order.
+
+def index_in_epoch(number: int, count: int, seed: int | None) -> int:
+    """Returns the index, from 0 to `count` - 1, of a run's sequence number `number`: each epoch has every index once.
+
+    Each epoch has a random order of its own; without a seed, the indices are in order.
     """
-
-    def __init__(self, seed: int | None):
-        self.seed = seed
-
-    def index(self, number: int, count: int) -> int:
-        epoch, index = divmod(number, count)
-        return index if self.seed is None else int(_order(self.seed, epoch, count)[index])
+    epoch, index = divmod(number, count)
+    return index if seed is None else int(_order(seed, epoch, count)[index])
 
 
 @lru_cache(maxsize=4)
@@ -56,61 +57,60 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 class Examples(Protocol):
     def sequence(self, number: int, total_length: int) -> list[Example]:
-        """The `number`-th sequence: one or more documents of together at most `total_length` tokens."""
-        ...
+        """Returns a sequence: one or more documents with at most `total_length` tokens in total."""
 
     def source(self, number: int, total_length: int) -> int:
-        """The number of the source that the `number`-th sequence comes from; of a packed one, that of its first row."""
+        """Returns the number of a sequence's source; if it is packed, of its first row's source."""
         return 0
 
     def fingerprint(self) -> str:
-        """A hash that is the same on all ranks, unless they have prepared different documents."""
-        ...
+        """Returns a hash that is the same on all ranks, unless they have prepared different documents."""
 
 
 class GeneratedTask(Protocol):
     """Makes texts that end with their answer.
 
-    Their labels are those of the answer and, before it, of `background` other tokens of each text. A text is the same
-    for the same state of the generator of random numbers. Both methods raise `ValueError` where a text without
-    background does not fit, or has fewer than `background` tokens that can be predicted.
+    Labels are the answer and, before it, `background` other tokens of each text. The state of the random generator
+    determines a text. Both methods raise `ValueError` if a text without background does not fit, or if fewer than
+    `background` of its tokens can be predicted.
     """
 
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` [B, N] of equally long texts of at most `num_tokens` tokens."""
-        ...
+        """Returns `input_ids` and `labels` [B, N] of equally long texts of at most `num_tokens` tokens."""
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
-        """One text of at most `total_length` tokens, and of at least `shortest` of them where it can be."""
-        ...
+        """Returns a text of random length: at most `total_length` tokens and, if possible, at least `shortest` of them.
+
+        `shortest` is a share of `total_length`.
+        """
 
     def fingerprint(self) -> str:
-        """Identity of the text that the task has read from files; empty if it reads none."""
+        """Returns a hash of the text that the task has read from files; empty if it reads none."""
         return ""
 
 
 def collate(examples: Sequence[Example], extend_to: int = 0, with_places: bool = False) -> dict[str, torch.Tensor]:
-    """`input_ids`, `labels` and, where lengths differ, `attention_mask` [B, N], padded on the right.
+    """Returns `input_ids`, `labels` and, if lengths differ, `attention_mask` [B, N], padded on the right.
 
-    Each document is a row of its own, also those packed into one sequence: rows share no memory. With
-    `extend_to`, the longest row is extended to that number of tokens, with tokens that have no labels. `with_places`
-    adds `places` [B].
+    Each document is a row, also the documents of a packed sequence: rows share no memory. With `extend_to`, the longest
+    row is extended to that number of tokens, without labels. `with_places` adds `places` [B].
     """
-    lengths = [len(example.input_ids) for example in examples]
-    longest = max(*lengths, extend_to)
-    input_ids = torch.zeros(len(examples), longest, dtype=torch.long)
-    labels = torch.full_like(input_ids, IGNORE_INDEX)
-    mask = torch.zeros_like(input_ids)
-    for row, example in enumerate(examples):
-        assert example.labels[0] == IGNORE_INDEX
-        length = len(example.input_ids)
-        input_ids[row, :length] = torch.as_tensor(example.input_ids)
-        labels[row, :length] = torch.as_tensor(example.labels)
-        mask[row, :length] = 1
-    mask[lengths.index(max(lengths)), :extend_to] = 1
-    batch = {"input_ids": input_ids, "labels": labels}
+    assert all(example.labels[0] == IGNORE_INDEX for example in examples)
+    lengths_B = torch.tensor([len(example.input_ids) for example in examples])
+    longest = max(int(lengths_B.max()), extend_to)
+    lengths_B[lengths_B.argmax()] = longest
+
+    def padded(rows: list[np.ndarray], value: int) -> torch.Tensor:
+        rows_BN = pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
+        return torch.nn.functional.pad(rows_BN.long(), (0, longest - rows_BN.shape[1]), value=value)
+
+    batch = {
+        "input_ids": padded([example.input_ids for example in examples], 0),
+        "labels": padded([example.labels for example in examples], IGNORE_INDEX),
+    }
     if with_places:
         batch["places"] = torch.tensor([example.place for example in examples])
-    return batch if bool(mask.all()) else batch | {"attention_mask": mask}
+    mask_BN = (torch.arange(longest) < lengths_B[:, None]).long()
+    return batch if bool(mask_BN.all()) else batch | {"attention_mask": mask_BN}

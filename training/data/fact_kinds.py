@@ -1,6 +1,6 @@
-"""Short stories of facts, with questions whose answers are one word: five kinds, as the first bAbI tasks have them.
+"""Short stories of facts, with questions whose answers are one word: five kinds, as in the first bAbI tasks.
 
-People walk about, carry things and hand them on; places lie beside each other. What was said last holds. All names and
+People walk about, carry things and hand them on; places lie beside each other. The last statement holds. All names and
 sentences are here.
 """
 
@@ -50,15 +50,15 @@ class Question(NamedTuple):
 
 
 class Story(NamedTuple):
-    """Sentences in order, and questions of the story's kind about them: a random one first, then, in a fixed order,
-    others whose answers no other question tells."""
+    """Sentences in order, and questions of one kind about them. A random question is first; the others are in a fixed
+    order. No question tells another's answer."""
 
     facts: list[str]
     questions: list[Question]
 
 
 class Kind(NamedTuple):
-    """`tell(generator, n)` makes a story of n facts, from `least` to `most` (None: any number)."""
+    """`tell(generator, n)` makes a story of n facts: from `least` to `most` of them (None: any number)."""
 
     least: int
     most: int | None
@@ -70,14 +70,16 @@ def pick(generator: "Generator", items: Sequence[str]) -> str:
 
 
 class World:
-    """Who is where and holds what, as far as it was said, and the facts so far."""
+    """The facts so far, and what they say: who is where and holds what."""
 
     def __init__(self, generator: "Generator"):
         self.generator = generator
         self.facts: list[str] = []
         self.place_of: dict[str, str] = {}
         self.holder_of: dict[str, str] = {}
-        self.places_of: dict[str, list[str]] = {thing: [] for thing in THINGS}  # in order, each other than the last
+        self.places_of: dict[str, list[str]] = {
+            thing: [] for thing in THINGS
+        }  # in order, each different from the one before
 
     def _say(self, templates: Sequence[str], **words: str) -> None:
         self.facts.append(pick(self.generator, templates).format(**words))
@@ -87,7 +89,7 @@ class World:
             self.places_of[thing].append(place)
 
     def move(self, person: str) -> None:
-        """To another place than where the person is."""
+        """Moves a person to a place where the person is not known to be."""
         place = pick(self.generator, [place for place in PLACES if place != self.place_of.get(person)])
         self._say(MOVES, person=person, place=place)
         self.place_of[person] = place
@@ -104,12 +106,12 @@ class World:
         self._say(LEAVES, person=self.holder_of.pop(thing), thing=thing)
 
     def can_take(self, person: str, thing: str) -> bool:
-        """A thing that nobody holds, and that is not known to be elsewhere."""
+        """Returns whether nobody holds the thing, and it is not known to be elsewhere."""
         places = self.places_of[thing]
         return thing not in self.holder_of and (not places or places[-1] == self.place_of.get(person))
 
     def anything(self, untouched: str | None) -> None:
-        """Somebody moves, takes a thing other than `untouched`, or puts one down at a known place."""
+        """Lets somebody move, take a thing other than `untouched`, or put one down at a known place."""
         person = pick(self.generator, PEOPLE)
         free = [thing for thing in THINGS if thing != untouched and self.can_take(person, thing)]
         held = [thing for thing, holder in self.holder_of.items() if holder == person and person in self.place_of]
@@ -123,7 +125,7 @@ class World:
 
 
 def carry(generator: "Generator", num_facts: int, num_moves: int) -> tuple[World, str]:
-    """A world in which somebody takes a thing and then moves `num_moves` times, among other facts; and the thing."""
+    """Returns a world in which somebody takes a thing and moves `num_moves` times, among other facts; and the thing."""
     world, person, thing = World(generator), pick(generator, PEOPLE), pick(generator, THINGS)
     needed = sorted(generator.choice(num_facts, 1 + num_moves, replace=False))
     for number in range(num_facts):
@@ -137,12 +139,12 @@ def carry(generator: "Generator", num_facts: int, num_moves: int) -> tuple[World
 
 
 def first_of(items: Iterable[str], first: str) -> list[str]:
-    """The items, `first` before the others."""
+    """Returns the items, `first` before the others."""
     return [first, *(item for item in items if item != first)]
 
 
 def one_fact(generator: "Generator", num_facts: int) -> Story:
-    """Where is a person, after moves of several people?"""
+    """Asks where a person is, after moves of several people."""
     world = World(generator)
     for _ in range(num_facts):
         world.move(pick(generator, PEOPLE))
@@ -152,7 +154,7 @@ def one_fact(generator: "Generator", num_facts: int) -> Story:
 
 
 def two_facts(generator: "Generator", num_facts: int) -> Story:
-    """Where is a thing that somebody has taken along?"""
+    """Asks where a thing is that somebody has taken along."""
     world, thing = carry(generator, num_facts, num_moves=1)
     things = first_of((other for other, places in world.places_of.items() if places), thing)
     asked = [Question(WHERE_THING.format(thing=thing), world.places_of[thing][-1]) for thing in things]
@@ -160,20 +162,18 @@ def two_facts(generator: "Generator", num_facts: int) -> Story:
 
 
 def three_facts(generator: "Generator", num_facts: int) -> Story:
-    """Where was a thing before the place where it is now?"""
+    """Asks where a thing was before it came to its present place."""
     while True:  # somebody may have put the thing down before the second move
         world, thing = carry(generator, num_facts, num_moves=2)
         moved = {thing: places for thing, places in world.places_of.items() if len(places) > 1}
         if thing in moved:
-            asked = [
-                Question(WHERE_BEFORE.format(thing=thing, place=moved[thing][-1]), moved[thing][-2])
-                for thing in first_of(moved, thing)
-            ]
+            places = [(thing, *moved[thing][-2:]) for thing in first_of(moved, thing)]
+            asked = [Question(WHERE_BEFORE.format(thing=thing, place=now), before) for thing, before, now in places]
             return Story(world.facts, asked)
 
 
 def two_arguments(generator: "Generator", num_facts: int) -> Story:
-    """Which place lies beside another one, on a map where no two places have the same spot?"""
+    """Asks which place lies beside another one, on a map in which no two places have the same spot."""
     on_map = dict(zip(product(range(SIDE), repeat=2), generator.permutation(PLACES).tolist(), strict=True))
     pairs = [
         (place, direction, on_map[row - down, column - right])  # north of it: one row further down
@@ -181,22 +181,21 @@ def two_arguments(generator: "Generator", num_facts: int) -> Story:
         for direction, (down, right) in DIRECTIONS.items()
         if (row - down, column - right) in on_map
     ]
-    told: list[dict[str, str]] = []
+    facts: dict[frozenset[str], dict[str, str]] = {}
     for number in generator.permutation(len(pairs)):
         place, direction, other = pairs[number]
-        if {place, other} not in [{fact["place"], fact["other"]} for fact in told]:
-            told.append({"place": place, "direction": direction, "other": other})
-    told = told[:num_facts]
+        facts.setdefault(frozenset((place, other)), {"place": place, "direction": direction, "other": other})
+    told = list(facts.values())[:num_facts]
     first, which = int(generator.integers(len(told))), int(generator.integers(2))
     asked = []
-    for fact in [told[first], *told[:first], *told[first + 1 :]]:  # of each fact one side, in turn
+    for fact in [told[first], *told[:first], *told[first + 1 :]]:
         asked.append(Question(WHICH_PLACE[which].format(**fact), fact[("place", "other")[which]]))
-        which = 1 - which
+        which = 1 - which  # asks for the two sides in turn
     return Story([RELATION.format(**fact) for fact in told], asked)
 
 
 def three_arguments(generator: "Generator", num_facts: int) -> Story:
-    """Who gave what to whom? A thing is handed on by the person who has got it."""
+    """Asks who gave what to whom. A thing is handed on by the person who has got it."""
     holder_of: dict[str, str] = {}
     given: list[dict[str, str]] = []
     for _ in range(num_facts):
@@ -207,7 +206,7 @@ def three_arguments(generator: "Generator", num_facts: int) -> Story:
         given.append({"person": person, "thing": thing, "receiver": receiver})
     facts = [pick(generator, GIFTS).format(**gift) for gift in given]
     first, role = int(generator.integers(len(given))), int(generator.integers(3))
-    told, asked = list[dict[str, str]](), list[Question]()  # what the questions and their answers say
+    told, asked = list[dict[str, str]](), list[Question]()  # facts that questions and their answers repeat
     for gift in [given[first], *given[:first], *given[first + 1 :]]:
         name, text = [("person", WHO_GAVE), ("receiver", WHO_GOT), ("thing", WHAT_GIVEN)][role]
         others = {other: word for other, word in gift.items() if other != name}
@@ -215,7 +214,7 @@ def three_arguments(generator: "Generator", num_facts: int) -> Story:
         if last not in told:
             told.append(last)
             asked.append(Question(text.format(**others), last[name]))
-            role = (role + 1) % 3  # of each gift one word, in turn
+            role = (role + 1) % 3  # asks for the three roles in turn
     return Story(facts, asked)
 
 
@@ -229,7 +228,7 @@ KINDS = {
 
 
 def check_kinds(kinds: Sequence[str], most_facts: int) -> None:
-    """Raises `ValueError` for an unknown kind, one named twice, and one that needs more facts."""
+    """Raises `ValueError` for a kind that is unknown, is named twice, or needs more facts."""
     if not kinds:
         raise ValueError(f"kinds is empty: name some of {', '.join(KINDS)}.")
     for kind in kinds:
@@ -245,13 +244,13 @@ def check_kinds(kinds: Sequence[str], most_facts: int) -> None:
 
 
 def tell(kind: str, most_facts: int, generator: "Generator") -> Story:
-    """A story of one kind, of as few facts as it needs up to `most_facts`, each number with equal probability."""
+    """Returns a story of one kind. Numbers of facts, from the fewest it needs to `most_facts`, are equally likely."""
     least, most, make = KINDS[kind]
     return make(generator, int(generator.integers(least, min(most_facts, most or most_facts) + 1)))
 
 
 def candidates(story: Story) -> list[str]:
-    """The words of the answer's kind that the facts say and the first question does not name, the last one first."""
+    """Returns the words of the answer's kind in the facts, the last one first, without the first question's words."""
     question = story.questions[0]
     (alike,) = (words for words in (PEOPLE, PLACES, THINGS) if question.answer in words)
     said = " ".join(story.facts).replace(".", "").split()
@@ -260,13 +259,13 @@ def candidates(story: Story) -> list[str]:
 
 
 def guess(story: Story) -> str | None:
-    """Answer of a reader who tracks nothing: the last of the candidates."""
+    """Returns the answer of a reader who tracks nothing: the last of the candidates."""
     return next(iter(candidates(story)), None)
 
 
 def guess_accuracies(kind: str, most_facts: int, stories: int = 1000) -> tuple[float, float | None]:
-    """The share of stories of a kind in which `guess` is right; and in the other stories (None: there are none), how
-    often another candidate at random is."""
+    """Returns the share of stories of a kind in which `guess` is right, and how often another candidate at random is
+    right in the other stories (None: there are none)."""
     from numpy.random import default_rng
 
     generator = default_rng(0)
@@ -276,7 +275,14 @@ def guess_accuracies(kind: str, most_facts: int, stories: int = 1000) -> tuple[f
     return 1 - len(unguessed) / stories, sum(shares) / len(unguessed) if unguessed else None
 
 
+def most_tokens(num_tokens: Callable[[str], int]) -> tuple[int, int]:
+    """Returns the most tokens that a fact has, and that a question has, by a function that counts tokens."""
+    words = {role: max(options, key=num_tokens) for role, options in WORDS.items()}
+    facts, questions = ([text.format(**words) for text in texts] for texts in (TEMPLATES, QUESTIONS))
+    return max(map(num_tokens, facts)), max(num_tokens(QUESTION.format(question=text)) for text in questions)
+
+
 def all_texts() -> list[str]:
-    """Texts with all words of all stories."""
+    """Returns texts with all words of all stories."""
     templates = [*TEMPLATES, QUESTION, *QUESTIONS]
     return [*ANSWERS, *DIRECTIONS, *(text.format_map(dict.fromkeys((*WORDS, "question"), "")) for text in templates)]

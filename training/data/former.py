@@ -1,6 +1,6 @@
-"""Refuses folders of documents that former versions prepared and that today's would hold other tokens in.
+"""Refuses folders of documents that former versions prepared with other tokens.
 
-Such a folder could otherwise hold documents of both kinds, since a preparation goes on where it was stopped.
+A preparation resumes where it was stopped, so such a folder could otherwise hold documents of both kinds.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ LINE_ENDS = ".line_ends"  # in a folder whose text files were read by `decode_te
 
 
 def changed_frame(tokenizer: Any, task: str | None) -> list[list[int]]:
-    """The tokens around each text, if former versions put others there; else nothing.
+    """Returns the tokens around each text if former versions put others there; otherwise an empty list.
 
-    They began documents with `bos_token`, and questions with the tokens of the tokenizer's template; they took a token
-    that the template puts after a question for one of its prompt.
+    They began documents with `bos_token`, and questions with the tokens of the tokenizer's template. They took tokens
+    that the template puts after a question for a part of its prompt.
     """
     before, behind = template_tokens(tokenizer)
     former = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
@@ -33,7 +33,7 @@ def changed_frame(tokenizer: Any, task: str | None) -> list[list[int]]:
 
 
 def check_no_former(folder: Path, why: str) -> None:
-    """Raises `ValueError` if there are prepared documents in `folder`, the one of a former version."""
+    """Raises `ValueError` if `folder`, a former version's, holds prepared documents."""
     if _holds_documents(folder):
         raise ValueError(
             f"{folder} holds documents that a former version has prepared in another way: {why}. Delete the folder, "

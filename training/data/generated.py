@@ -15,7 +15,7 @@ from .recall import RecallTask
 
 
 class GeneratedExamples(Examples):
-    """Generated texts by number: a number's text depends on nothing but the seed and the total length."""
+    """Generated texts by number; a text depends only on its number, the seed and the total length."""
 
     def __init__(self, task: GeneratedTask, data: GeneratedData, seed: int):
         self.task, self.data, self.seed = task, data, seed
@@ -24,35 +24,26 @@ class GeneratedExamples(Examples):
         return self.task.fingerprint()
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
-        """One document. Raises `ValueError` where its text does not fit into `total_length` tokens."""
+        """Returns one document. Raises `ValueError` if its text does not fit into `total_length` tokens."""
         generator = np.random.default_rng([self.seed, total_length, number])
         return [self.task.example(total_length, self.data.shortest, self.data.background, generator)]
 
 
 def read_sentences(sources: Sequence[Source]) -> Iterator[str]:
-    """The sentences of all documents. Raises `ValueError` for a document that can't be read."""
+    """Yields the sentences of all documents. Raises `ValueError` for a document that can't be read."""
     for document in good_documents(read_documents(sources, with_summaries=False), "refuse"):
         yield from sentences_of(document.text)
 
 
 def make_generated_task(data: GeneratedData, tokenizer: Any) -> GeneratedTask:
-    """The task of a recipe's `data`.
+    """Returns the task of a recipe's `data`, whose own keys are the task's options.
 
     Raises `ValueError` for a tokenizer that does not know its words, and for sources without sentences.
     """
+    options = data.model_dump(exclude={*GeneratedData.model_fields, "sources"})
     if isinstance(data, FactsData):
-        sentences = read_sentences(data.sources) if data.sources else None
-        return FactsTask(
-            tokenizer,
-            data.kinds,
-            data.facts,
-            sentences,
-            data.questions,
-            data.brief,
-            data.early_questions,
-            data.distractors,
-        )
+        return FactsTask(tokenizer, sentences=read_sentences(data.sources) if data.sources else None, **options)
     if isinstance(data, RecallData):
-        return RecallTask(tokenizer, data.pairs, data.form, data.values, data.overwritten, data.questions, data.brief)
+        return RecallTask(tokenizer, **options)
     assert isinstance(data, PasskeyData)
-    return PasskeyTask(tokenizer, data.num_keys, data.num_digits)
+    return PasskeyTask(tokenizer, **options)

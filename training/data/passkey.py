@@ -1,11 +1,10 @@
 """The passkey task: a number hidden in irrelevant text, asked for at the end (appendix C of the paper).
 
-Variants: longer numbers, and several in one text, each of something that has a name, one of which is asked for.
+Variants: longer numbers, and several numbers in a text, each belonging to a name, one of which is asked for.
 
 Axes: B rows, N tokens of the prompt, A tokens of the answer.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +13,8 @@ import torch
 
 from condense.text import first_tokens
 
-from .encoding import equally_long, remembering_encoder
-from .examples import Example, GeneratedTask, collate
+from .encoding import equally_long, remembering_encoder, unknown_words
+from .examples import Example, GeneratedTask, collate, random_length
 
 PREAMBLE = (
     "There is a critical piece of information hidden within a large amount of irrelevant text. Your task is to locate "
@@ -27,7 +26,7 @@ KEY = FIRST_MENTION + ". Remember it carefully. {key} is the passkey{whose}.\n"
 FIRST_QUESTION = "What is the passkey{whose}"
 QUESTION = FIRST_QUESTION + "? The passkey{whose} is"
 ANSWER = " {key}"
-WHOSE = " of the {name}"  # nothing where there is one key
+WHOSE = " of the {name}"  # nothing if there is one key
 NAMES = [
     "river", "house", "garden", "bridge", "tower", "market", "school", "church",
     "station", "island", "valley", "castle", "hotel", "forest", "street", "library",
@@ -42,19 +41,19 @@ class Passkeys:
 
     prompt_ids_BN: torch.Tensor
     answer_ids_BA: torch.Tensor
-    keys: list[str]  # those asked for
-    sentence_at_B: list[int]  # where the sentence with the key asked for begins
+    keys: list[str]  # the requested ones
+    sentence_at_B: list[int]  # where the sentence with the requested key begins
 
 
 class _Frame(NamedTuple):
     """A row without its fillers."""
 
     fields: list[dict[str, str]]  # of each sentence: its key, and whose it is
-    asked: int  # which of the sentences holds the answer
+    asked: int  # the number of the sentence with the requested key
     sentences: list[list[int]]
     question: list[int]
     answer: list[int]
-    length: int  # of the row that has no filler
+    length: int  # with the answer
 
 
 class _Row(NamedTuple):
@@ -64,12 +63,15 @@ class _Row(NamedTuple):
 
 
 class PasskeyTask(GeneratedTask):
-    """Makes prompts of a given length by repeating the filler before, between and after the key sentences."""
+    """Fills prompts up to a length by repeating the filler before, between and after the key sentences."""
 
     def __init__(
         self, tokenizer, num_keys: int = 1, num_digits: int = 4, frame: tuple[list[int], list[int]] | None = None
     ):
-        """`frame`: tokens before and after the prompt, as of a chat; None: the tokenizer's first token."""
+        """`frame`: the tokens before and after the prompt, such as a chat's; None: the tokenizer's first tokens.
+
+        Raises `ValueError` for impossible numbers, and for several keys if the tokenizer does not know their names.
+        """
         if num_keys < 1 or num_digits < 1:
             raise ValueError(f"num_keys={num_keys} and num_digits={num_digits} have to be at least 1.")
         if num_keys > 10**num_digits:
@@ -82,12 +84,11 @@ class PasskeyTask(GeneratedTask):
         self.names = self._usable_names() if num_keys > 1 else []
 
     def _usable_names(self) -> list[str]:
-        for name in NAMES:
-            if self.tokenizer.unk_token_id in self._encode(" " + name):
-                raise ValueError(
-                    f"the tokenizer does not know {name!r}, a name that several keys need: "
-                    "use num_keys=1 or a tokenizer with all of condense.training.data.passkey.NAMES."
-                )
+        if unknown := unknown_words(self.tokenizer, NAMES):
+            raise ValueError(
+                f"the tokenizer does not know {unknown[0]!r}, a name that several keys need: "
+                "use num_keys=1 or a tokenizer with all of condense.training.data.passkey.NAMES."
+            )
         names = equally_long(self._encode, NAMES)
         if self.num_keys > len(names):
             raise ValueError(
@@ -98,10 +99,10 @@ class PasskeyTask(GeneratedTask):
     def batch(
         self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None = None
     ) -> Passkeys:
-        """Prompts with answers, of at most `num_tokens` tokens, filled with whole fillers.
+        """Returns prompts with answers, of at most `num_tokens` tokens, filled with whole fillers.
 
-        `depth` 0 puts the requested key before all fillers, 1 after them, None anywhere with equal
-        probability, as all other keys. Raises `ValueError` where the prompt without fillers is too long.
+        `depth` 0 puts the requested key before all fillers, and 1 after them. With None it is anywhere with equal
+        probability, like all other keys. Raises `ValueError` if the prompt without fillers is too long.
         """
         rows = self._rows(num_rows, num_tokens, generator, depth)
         return Passkeys(
@@ -114,23 +115,17 @@ class PasskeyTask(GeneratedTask):
     def training_batch(
         self, num_rows: int, num_tokens: int, background: int, generator: np.random.Generator
     ) -> dict[str, torch.Tensor]:
-        """`input_ids` and `labels` [B, N + A]: the answer's tokens, and `background` other tokens a row.
+        """Returns `input_ids` and `labels` [B, N + A]: the answer's tokens, and `background` other tokens in each row.
 
-        The background trains the model on the text between; it excludes the keys' first mentions and the requested
-        name, which are random.
+        The background excludes the keys' first mentions and the requested name, which are random.
         """
         rows = self._rows(num_rows, num_tokens, generator, depth=None)
         return collate([self._example(row, background, generator) for row in rows])
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
-        """A text with its answer and labels as in a training batch, of any length from `shortest` of the total on.
-
-        Raises `ValueError` where the prompt without fillers does not fit into `total_length` tokens.
-        """
         frame = self._frame(total_length, generator)
-        least = max(frame.length, math.ceil(shortest * total_length))
-        row = self._fill(frame, int(generator.integers(least, total_length + 1)), generator, depth=None)
-        return self._example(row, background, generator)
+        num_tokens = random_length(frame.length, shortest, total_length, generator)
+        return self._example(self._fill(frame, num_tokens, generator, depth=None), background, generator)
 
     def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
         if depth is not None and not 0 <= depth <= 1:
@@ -152,8 +147,7 @@ class PasskeyTask(GeneratedTask):
                 keys.append(key)
         whose = [""]
         if self.num_keys > 1:
-            names = generator.choice(self.names, self.num_keys, replace=False)
-            whose = [WHOSE.format(name=name) for name in names]
+            whose = [WHOSE.format(name=name) for name in generator.choice(self.names, self.num_keys, replace=False)]
         asked = int(generator.integers(self.num_keys))
         fields = [{"whose": of, "key": key} for of, key in zip(whose, keys, strict=True)]
         sentences = [self._encode(KEY.format(**field)) for field in fields]
@@ -165,7 +159,7 @@ class PasskeyTask(GeneratedTask):
         return _Frame(fields, asked, sentences, question, answer, length)
 
     def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator, depth: float | None) -> _Row:
-        """Puts each key into a gap between fillers; keys in the same gap keep the order in which they were drawn."""
+        """Puts each key into a gap between fillers; keys in the same gap keep the order of drawing."""
         fillers = (num_tokens - frame.length) // len(self.filler)
         gaps = [
             int(generator.integers(0, fillers + 1)) if depth is None or which != frame.asked else round(depth * fillers)
@@ -180,13 +174,13 @@ class PasskeyTask(GeneratedTask):
         return _Row(ids + frame.question, frame, [*starts, len(ids)])
 
     def _surprises(self, frame: _Frame) -> list[int]:
-        """The numbers of unpredictable first tokens of each sentence, then of the question."""
+        """Returns how many first tokens of each sentence, and of the question, can't be predicted."""
         firsts = [len(self._encode(FIRST_MENTION.format(**fields))) for fields in frame.fields]
         question = FIRST_QUESTION.format(**frame.fields[frame.asked])
         return [*firsts, len(self._encode(question)) if self.num_keys > 1 else 0]
 
     def _example(self, row: _Row, background: int, generator: np.random.Generator) -> Example:
-        """Labels are those of the answer, and of `background` tokens that can be predicted."""
+        """Gives labels to the answer, and to `background` tokens that can be predicted."""
         input_ids = np.array(row.prompt + row.frame.answer)
         predictable = np.ones(len(row.prompt), dtype=bool)
         predictable[0] = False

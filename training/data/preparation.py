@@ -8,18 +8,16 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from filelock import FileLock
 
 from condense.progress import ProgressBar
 
-from ..recipe import DocumentData, Source
+from ..recipe import DocumentData, Source, TextData
 from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns
 from .former import UNMERGED, check_line_ends
@@ -29,8 +27,8 @@ from .workers import Needed, Workers
 
 BATCH = 64  # documents between two checks of whether more are needed
 PART_TOKENS = 2**24  # of a part, approximately
-PART_DOCUMENTS = 2**16  # read for a part, at most: it limits what a kill loses where most documents are dropped
-JUDGED_AFTER = 16  # documents of a source that are read; a source without any kept one is then refused
+PART_DOCUMENTS = 2**16  # read for a part, at most: a kill loses no more if most documents are dropped
+JUDGED_AFTER = 16  # documents read from a source; if none is kept, the source is refused
 ESTIMATE_AFTER_S = 10.0  # a run that prepares for longer prints an estimate of the time
 
 
@@ -40,14 +38,13 @@ def prepare(
     sources: Sequence[Source],
     make_encode: Callable[[], Encode],
     need: Need,
-    with_summaries: bool,
     num_workers: int = 0,
 ) -> Store:
     """Reads and tokenises documents until enough are kept, or the sources end.
 
-    `num_workers` processes read different shards; 0 reads in this one. `make_encode` can be sent to a process. Raises
-    `ValueError` for the first document with a problem if `bad_documents` is "refuse", where no document is left, and
-    for a folder that a former version prepared in another way.
+    `num_workers` processes read different shards; 0 reads in this process. `make_encode` must be picklable. Raises
+    `ValueError` for the first bad document if `bad_documents` is "refuse", if no document is left, and for a folder
+    that a former version prepared in another way.
     """
     with room_for(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +53,7 @@ def prepare(
         store = Store(folder)
         preparation = _Preparation(store, data, need, num_workers)
         if not preparation.finished:
-            preparation.run(sources, make_encode, with_summaries)
+            preparation.run(sources, make_encode)
             store = Store(folder)
         shutil.rmtree(folder / UNMERGED, ignore_errors=True)
         _summarize(store)
@@ -67,16 +64,20 @@ def prepare(
 
 
 def _check_sources(store: Store) -> None:
-    """Raises `ValueError` for a source without a document among those that are kept, once enough of it was read."""
+    """Raises `ValueError` for a source of which no document is kept, once enough of them were read."""
     for number, described in enumerate(store.notes.get("sources", [])):
         counts = described["counts"]
         read = sum(counts.values())
         if number not in store.sources and (described["ended"] or read >= JUDGED_AFTER):
-            why = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "it is empty"
             raise ValueError(
-                f"source {described['source']} gives no document: of {read:,} read none is kept ({why}); see "
+                f"source {described['source']} gives no document: of {read:,} read none is kept "
+                f"({_in_words(counts) or 'it is empty'}); see "
                 f"{store.folder / 'problems.jsonl'}. Correct the source or its fields, or leave it out."
             )
+
+
+def _in_words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in counts.items())
 
 
 class Position(NamedTuple):
@@ -92,19 +93,19 @@ class Position(NamedTuple):
 class _Merged:
     """The outcomes of one source's records, shard after shard."""
 
-    def __init__(self, source: Source, number: int, position: Position, counts: dict[str, Any]):
-        self.source, self.number, self.position = source, number, position
+    def __init__(self, source: Source, number: int, with_summaries: bool, position: Position, counts: dict[str, Any]):
+        self.source, self.number, self.with_summaries, self.position = source, number, with_summaries, position
         self.shards = open_shards(source)
         self.counts, self.ended = Counter(counts.get("counts", {})), counts.get("ended", False)
 
     def readings(self) -> list[Reading]:
-        """The shards that are not completely read; the first one begins at the chunk of the position."""
-        first, *others = range(self.position.shard, len(self.shards))
-        starts = [(first, self.position.chunk, self.position.before), *((other, 0, None) for other in others)]
-        return [
-            Reading(self.source, self.number, self.shards[shard], shard, chunk, before)
-            for shard, chunk, before in starts
-        ]
+        """Returns the shards that are not completely read; the first one begins at the chunk of the position."""
+        readings = (
+            Reading(self.source, self.number, shard, number, self.with_summaries)
+            for number, shard in enumerate(self.shards)
+        )
+        first, *others = islice(readings, self.position.shard, None)
+        return [first._replace(first=self.position.chunk, position=self.position.before), *others]
 
     def outcomes(self, chunks: Callable[[Reading], Iterator[Chunk]]) -> Iterator[Outcome]:
         taken, num_read = self.position.taken, self.position.num_read
@@ -119,7 +120,7 @@ class _Merged:
         self.ended = True
 
     def described(self) -> dict[str, Any]:
-        """Counts of a source: the number of documents by what became of them, and whether it has ended."""
+        """Returns the source's name, its documents counted by their outcome, and whether it has ended."""
         source = self.source
         name = source.files or ":".join(part for part in (source.hub, source.name, source.split) if part)
         return {"source": name, "counts": dict(self.counts), "ended": self.ended}
@@ -134,41 +135,38 @@ class _Preparation:
 
     def __init__(self, store: Store, data: DocumentData, need: Need, num_workers: int):
         self.folder, self.data, self.need, self.num_workers = store.folder, data, need, num_workers
-        self.num_parts, self.num_kept = len(store.parts), len(store)
-        self.weight = int(need.weigh(store.lengths).sum())
-        self.notes = store.notes
-        self.positions = self.notes["positions"]
+        self.num_parts, self.weight, self.notes = len(store.parts), need.weight(store.lengths), store.notes
         self.ended, self.counts = self.notes["ended"], Counter(self.notes["counts"])
 
     @property
     def finished(self) -> bool:
-        full = self.data.max_documents is not None and self.num_kept >= self.data.max_documents
+        full = self.data.max_documents is not None and self.counts["kept"] >= self.data.max_documents
         return self.ended or full or self.weight >= self.need.amount
 
-    def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode], with_summaries: bool) -> None:
-        positions = [Position(*position) for position in self.positions or [()] * len(sources)]
+    def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode]) -> None:
+        positions = [Position(*position) for position in self.notes["positions"] or [()] * len(sources)]
         described = self.notes.get("sources") or [{}] * len(sources)  # folders of earlier versions have none
-        merged = list(map(_Merged, sources, range(len(sources)), positions, described))
-        with closing(_Progress(self)) as progress:
+        with_summaries = repeat(not isinstance(self.data, TextData))
+        merged = list(map(_Merged, sources, count(), with_summaries, positions, described))
+        progress = _Progress(self)
+        with progress.bar:
             if self.num_workers:
                 unmerged = self.folder / UNMERGED
                 unmerged.mkdir(exist_ok=True)
                 # In the order in which they are needed: the sources take turns.
                 readings = sorted(
                     (reading for source in merged for reading in source.readings()),
-                    key=lambda reading: (reading.shard_number, reading.source_number),
+                    key=lambda reading: reading.key[::-1],
                 )
                 needed = Needed(self.need, self.data.max_documents, BATCH, [len(source.shards) for source in merged])
-                with Workers(
-                    unmerged, readings, make_encode, with_summaries, self.num_workers, needed, progress.add
-                ) as workers:
+                with Workers(unmerged, readings, make_encode, self.num_workers, needed, progress.add) as workers:
                     self._merge(merged, workers.chunks, workers.merged)
                 return
             encode = make_encode()
 
             def chunks(reading: Reading) -> Iterator[Chunk]:
-                for chunk in read_chunks(reading, with_summaries, encode):
-                    progress.add(len(chunk.outcomes), [len(tokens.input_ids) for tokens in chunk.kept])
+                for chunk in read_chunks(reading, encode):
+                    progress.add(*chunk.counts)
                     yield chunk
 
             self._merge(merged, chunks, lambda source, shard: None)
@@ -179,52 +177,45 @@ class _Preparation:
         chunks: Callable[[Reading], Iterator[Chunk]],
         on_merged: Callable[[int, int], object],
     ) -> None:
-        """Writes parts; `on_merged` is called with a source and the first of its shards that is still needed."""
-        option = "data.bad_documents=skip"
+        """Writes parts. After each one, calls `on_merged` with each source and its first shard that is still needed."""
         num_read = [source.position.num_read for source in merged]
         outcomes = take_turns([source.outcomes(chunks) for source in merged], num_read)
         while not self.finished:
-            kept: list[Tokens] = []
-            problems: list[Problem] = []
-            num_tokens, last = 0, self.counts["read"] + PART_DOCUMENTS
-            while not self.finished and num_tokens < PART_TOKENS and self.counts["read"] < last:
-                batch = list(islice(outcomes, BATCH))
-                self.ended = len(batch) < BATCH
-                skipped: list[Problem] = []
-                encoded: list[Tokens | str] = list(
-                    good_documents(batch, self.data.bad_documents, skipped.append, option)
-                )
-                new = self._count(encoded, skipped)
-                problems += skipped
-                kept += new
-                num_tokens += sum(len(tokens.input_ids) for tokens in new)
+            kept, problems = list[Tokens](), list[Problem]()
+            tokens_before, read_before = self.counts["tokens kept"], self.counts["read"]
+            while (
+                not self.finished
+                and self.counts["tokens kept"] - tokens_before < PART_TOKENS
+                and self.counts["read"] - read_before < PART_DOCUMENTS
+            ):
+                kept += self._take(list(islice(outcomes, BATCH)), problems)
             notes = {
                 "positions": [source.position for source in merged],
                 "ended": self.ended,
                 "counts": dict(self.counts),
                 "sources": [source.described() for source in merged],
-                "problems": [problem.__dict__ for problem in problems],
+                "problems": [problem._asdict() for problem in problems],
             }
             write_part_file(self.folder / part_name(self.num_parts), kept, notes)
             self.num_parts += 1
             for source in merged:
                 on_merged(source.number, source.position.shard)
 
-    def _count(self, encoded: Sequence[Tokens | str], skipped: Sequence[Problem]) -> list[Tokens]:
-        kept = [item for item in encoded if not isinstance(item, str)]
-        lengths = np.array([len(tokens.input_ids) for tokens in kept], dtype=int)
-        self.counts.update(item for item in encoded if isinstance(item, str))
+    def _take(self, batch: Sequence[Outcome], problems: list[Problem]) -> list[Tokens]:
+        """Counts a batch and returns the documents to keep. The sources have ended if it is not full."""
+        self.ended = len(batch) < BATCH
+        good = good_documents(batch, self.data.bad_documents, problems.append, "data.bad_documents=skip")
+        kept = [outcome for outcome in good if isinstance(outcome, Tokens)]
+        lengths = [len(tokens.input_ids) for tokens in kept]
+        self.counts.update(_kind(outcome) for outcome in batch if not isinstance(outcome, Tokens))
         self.counts.update(tokens.remark for tokens in kept if tokens.remark)
-        self.counts.update(problem.kind for problem in skipped)
-        num_read = len(encoded) + len(skipped)
-        self.counts.update({"read": num_read, "kept": len(kept), "tokens kept": int(lengths.sum())})
-        self.num_kept += len(kept)
-        self.weight += int(self.need.weigh(lengths).sum())
+        self.counts.update({"read": len(batch), "kept": len(kept), "tokens kept": sum(lengths)})
+        self.weight += self.need.weight(lengths)
         return kept
 
 
 class _Progress:
-    """Shows what all processes have read of what is needed; without workers, also prints an estimate of the time."""
+    """Shows how much of the need all processes have read. Without workers, also prints an estimate of the time."""
 
     def __init__(self, preparation: _Preparation):
         self.need, self.say_estimate = preparation.need, not preparation.num_workers
@@ -239,14 +230,11 @@ class _Progress:
             unit_scale=True,
         )
 
-    def close(self) -> None:
-        self.bar.close()
-
     def add(self, num_read: int, lengths: Sequence[int]) -> None:
-        """Counts documents that were read, and those of them that are kept by their numbers of tokens."""
+        """Counts documents that were read; `lengths` are the kept documents' numbers of tokens."""
         self.num_read += num_read
         self.tokens += sum(lengths)
-        self.weight += int(self.need.weigh(np.array(lengths, dtype=int)).sum())
+        self.weight += self.need.weight(lengths)
         seconds = time.perf_counter() - self.start
         rate = self.num_read / max(seconds, 1e-9)
         self.bar.set_postfix_str(f"{rate:,.0f} documents/s, {self.tokens:,} tokens kept", refresh=False)
@@ -266,27 +254,21 @@ class _Progress:
 
 
 def _summarize(store: Store) -> None:
-    """Writes `problems.jsonl` and `summary.json`, and prints the counts of documents, where they have changed."""
+    """Writes `problems.jsonl` and `summary.json`, and prints the counts of documents, unless they are the same."""
     counts, sources = store.notes["counts"], store.notes.get("sources", [])
     summary = store.folder / "summary.json"
-    by_source = (
-        {"sources": {f"{n}: {one['source']}": one["counts"] for n, one in enumerate(sources)}}
-        if len(sources) > 1
-        else {}
-    )
-    text = json.dumps(counts | by_source, indent=2)
+    by_source = {f"{n}: {one['source']}": one["counts"] for n, one in enumerate(sources)} if len(sources) > 1 else {}
+    text = json.dumps(counts | ({"sources": by_source} if by_source else {}), indent=2)
     if summary.exists() and summary.read_text() == text:
         return
     problems = [problem for part in store.parts for problem in part.notes["problems"]]
     (store.folder / "problems.jsonl").write_text("".join(json.dumps(item) + "\n" for item in problems))
     summary.write_text(text)  # last: after a kill before this line, the next run writes both files
-    others = ", ".join(
-        f"{count:,} {what}" for what, count in counts.items() if what not in ("read", "kept", "tokens kept")
-    )
+    others = _in_words({what: counts[what] for what in counts if what not in ("read", "kept", "tokens kept")})
     print(
         f"{store.folder}: {counts['read']:,} documents read, {counts['kept']:,} kept with "
         f"{counts['tokens kept']:,} tokens" + (f"; {others}" if others else ""),
         flush=True,
     )
-    for name, found in by_source.get("sources", {}).items():
-        print(f"  {name}: " + (", ".join(f"{count:,} {what}" for what, count in found.items()) or "none"), flush=True)
+    for name, found in by_source.items():
+        print(f"  {name}: {_in_words(found) or 'none'}", flush=True)

@@ -1,15 +1,13 @@
 """Texts that a model samples from itself, for training without any data: drawn once, stored, and resumed after a kill.
 
 The stock model with full attention writes them, token by token from its own distribution. A part of the store is one
-batch of texts, whose random numbers depend on the seed and on its number alone.
+batch of texts; its random numbers depend only on the seed and its number.
 
 Axes: B texts, N tokens.
 """
 
-import hashlib
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,28 +19,28 @@ from condense import CondenseForCausalLM, loading, to_stock
 from condense.generation import RefuseNonFiniteLogits
 from condense.progress import ProgressBar
 
-from ..checkpoints.contents import content
-from .store import FORMAT, Store, Tokens, part_name, room_for, write_part_file
+from ..checkpoints.contents import contents_of
+from .store import FORMAT, Store, Tokens, name_of, part_name, room_for, write_part_file
 
 if TYPE_CHECKING:
     from ..recipe import SampleData
 
 TOKENS_AT_ONCE = 2**17  # of the texts that are drawn together
+WEIGHTS = ("config.json", "*.safetensors", "*.bin")  # files that decide what a model writes
 
 
 def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: int, texts: int) -> Store:
-    """At least `texts` texts of `total_length` tokens by the model in `source`, in a folder of `data.prepared`.
+    """Returns at least `texts` texts of `total_length` tokens by the model in `source`, kept in `data.prepared`.
 
-    Draws those that are missing. Processes wait for each other. A folded model writes as the stock one of its weights.
+    Draws missing texts first. Processes wait for each other. A folded model writes as the stock model of its weights.
     Raises `ValueError` for a tokenizer without a first token, and for a model with a depth block.
     """
     first, batch = first_token(tokenizer), max(1, TOKENS_AT_ONCE // total_length)
     described = {
-        "format": FORMAT, "weights": _weights(source), "tokens": total_length, "first": first, "seed": data.seed,
-        "temperature": data.temperature, "batch": batch,
+        "format": FORMAT, "weights": contents_of(source, WEIGHTS) or [source], "tokens": total_length, "first": first,
+        "seed": data.seed, "temperature": data.temperature, "batch": batch,
     }  # fmt: skip
-    name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-    folder = data.prepared / f"samples-{name}"
+    folder = data.prepared / f"samples-{name_of(described)}"
     folder.mkdir(parents=True, exist_ok=True)
     parts = -(-texts // batch)
     with FileLock(folder / ".lock"):
@@ -63,7 +61,7 @@ def sample_store(data: "SampleData", source: str, tokenizer: Any, total_length: 
 
 
 def first_token(tokenizer: Any) -> int:
-    """The token that a text begins with."""
+    """Returns the token that a text begins with. Raises `ValueError` if the tokenizer has none."""
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
@@ -74,9 +72,9 @@ def first_token(tokenizer: Any) -> int:
 
 
 def stock_model(source: str) -> Any:
-    """The stock model of a checkpoint, in the dtype of its weights, on this rank's GPU if there is one.
+    """Returns the stock model of a checkpoint, in the dtype of its weights, on this rank's GPU if there is one.
 
-    It writes by its own distribution: without the checkpoint's settings of `generate`, such as penalties.
+    It writes by its own distribution, without the checkpoint's settings of `generate`, such as penalties.
     """
     # A stock model has no segments; those of one token fit every sliding window.
     check_writer(loading.load_config(CondenseForCausalLM.config_class, source, segment_length=1), source)
@@ -86,17 +84,17 @@ def stock_model(source: str) -> Any:
 
 
 def check_writer(config: Any, source: str) -> None:
-    """Raises `ValueError` for a model without a stock model of its weights."""
+    """Raises `ValueError` for a model with a depth block, whose weights no stock model has."""
     if getattr(config, "depth", None) is not None:
         raise ValueError(
-            f"model={source!r} has a depth block, so that no stock model of its weights can write texts: train on "
+            f"model={source!r} has a depth block, so no stock model of its weights can write texts: train on "
             "documents (data.task=text)."
         )
 
 
 @torch.no_grad()
 def draw(model: Any, first: int, shape: tuple[int, int], temperature: float, seed: int) -> np.ndarray:
-    """Texts [B, N] that begin with `first`. An end of text is a token like others: another text follows it."""
+    """Returns texts [B, N] that begin with `first`. An end of text is a token like others: another text follows it."""
     batch, total_length = shape
     first_B1 = torch.full((batch, 1), first, device=model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -107,9 +105,3 @@ def draw(model: Any, first: int, shape: tuple[int, int], temperature: float, see
             max_new_tokens=total_length - 1, logits_processor=[RefuseNonFiniteLogits()],
         )  # fmt: skip
     return texts_BN.cpu().numpy()
-
-
-def _weights(source: str) -> list[str]:
-    """Identity of a checkpoint: the content of its files, or its hub id."""
-    files = sorted(path for pattern in ("config.json", "*.safetensors", "*.bin") for path in Path(source).glob(pattern))
-    return [f"{path.name} {content(path)}" for path in files] or [source]

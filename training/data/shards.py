@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from condense.files import decode_text
 
@@ -20,8 +20,7 @@ CHUNK = 64  # records
 TEXT_FILES = 16  # of one document each, in a shard
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A document that can't be used: `kind` is counted, `detail` helps to correct it."""
 
     where: str
@@ -42,7 +41,7 @@ class FileShard:
         return str(self.paths[0])
 
     def chunks(self, position: int | None = None) -> Iterator[tuple[list[Record], int]]:
-        """Records, and the position after them."""
+        """Yields records, and the position after them."""
         count = position or 0
         records = islice(_file_records(self.paths), count, None)
         while chunk := list(islice(records, CHUNK)):
@@ -63,7 +62,7 @@ class HubShard:
         return self.data_set if count == 1 else f"{self.data_set}:shard {self.number} of {count}"
 
     def chunks(self, position: dict[str, Any] | None = None) -> Iterator[tuple[list[Record], dict[str, Any]]]:
-        """Records, and the position after them."""
+        """Yields records, and the position after them."""
         stream, count, name = self.stream.shard(self.stream.num_shards, self.number), 0, str(self)
         if position is not None:
             count = position["count"]
@@ -79,7 +78,7 @@ Shard = FileShard | HubShard
 
 
 def open_shards(source: Source) -> list[Shard]:
-    """The shards of a source, in order. Raises `ValueError` as `source_files` does."""
+    """Returns the shards of a source, in order. Raises `ValueError` as `source_files` does."""
     if source.hub is None:
         return list(_file_shards(source_files(source)))
     from datasets import load_dataset
@@ -90,7 +89,7 @@ def open_shards(source: Source) -> list[Shard]:
 
 
 def _file_shards(paths: Iterable[Path]) -> Iterator[FileShard]:
-    """Each file of many documents is a shard; several files of one document form a shard."""
+    """Yields a shard for each file of many documents, and for each run of files of one document."""
     for suffix, group in groupby(paths, lambda path: path.suffix):
         size = TEXT_FILES if suffix == ".txt" else 1
         while run := tuple(islice(group, size)):
@@ -98,7 +97,7 @@ def _file_shards(paths: Iterable[Path]) -> Iterator[FileShard]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """The files of a local source, in order. Raises `ValueError` if there is no file, or one of an unknown kind."""
+    """Returns the files of a local source, in order. Raises `ValueError` for none, or one of an unknown kind."""
     assert source.files is not None
     named = Path(source.files)  # also one with brackets in its name
     found = [named] if named.is_file() else map(Path, sorted(glob.glob(source.files, recursive=True)))

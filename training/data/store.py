@@ -1,4 +1,4 @@
-"""Documents as tokens on disk, read by number. A part of them is written completely or not at all."""
+"""Documents as tokens on disk, read by number, in parts that are written completely or not at all."""
 
 import errno
 import hashlib
@@ -19,10 +19,11 @@ from .shards import source_files
 
 FINGERPRINTED = 16  # documents whose tokens ranks compare
 FORMAT = 2  # of a part; folders of other formats are not read
+SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "num_given": pa.int32(), "source": pa.int32()})
 
 
 class Tokens(NamedTuple):
-    """A document as tokens; the first `num_given` have no labels. A `remark` is counted when the document is kept."""
+    """A document as tokens; the first `num_given` have no labels. A `remark` on a kept document is counted."""
 
     input_ids: np.ndarray
     num_given: int
@@ -34,32 +35,31 @@ Encode = Callable[[Sequence[Document]], Sequence[Tokens | str]]  # the tokens, o
 
 
 class Need(NamedTuple):
-    """An amount of documents: the sum of their weights. `weigh` maps their numbers of tokens to weights."""
+    """An amount of documents: the sum of their weights, to which `weigh` maps their numbers of tokens."""
 
     weigh: Callable[[np.ndarray], np.ndarray]
     amount: int
     unit: str = "tokens"  # of the weights
 
+    def weight(self, lengths: Sequence[int] | np.ndarray) -> int:
+        return int(self.weigh(np.asarray(lengths, dtype=int)).sum())
+
     def prefix(self, lengths: np.ndarray) -> int:
-        """The number of documents, from the first, that is enough; all of them where they are too few."""
+        """Returns how many documents, from the first on, are enough; all if they are too few."""
         return min(int(np.searchsorted(np.cumsum(self.weigh(lengths)), self.amount)) + 1, len(lengths))
 
 
 class Part(NamedTuple):
-    values: np.ndarray
-    ends: np.ndarray
-    num_given: np.ndarray
-    source: np.ndarray
+    batch: pa.RecordBatch  # with the columns of `SCHEMA`
     notes: dict[str, Any]
 
     def document(self, number: int) -> Tokens:
-        start = self.ends[number - 1] if number else 0
-        values, given = self.values[start : self.ends[number]], int(self.num_given[number])
-        return Tokens(values, given, source=int(self.source[number]))
+        input_ids, num_given, source = (column[number] for column in self.batch.columns)
+        return Tokens(input_ids.values.to_numpy(), num_given.as_py(), source=source.as_py())
 
 
 class Store:
-    """The prepared documents in a folder, by number; memory-mapped."""
+    """Maps the prepared documents in a folder into memory, by number."""
 
     def __init__(self, folder: Path):
         """Raises `ValueError` if a part is missing before others, or damaged."""
@@ -72,9 +72,11 @@ class Store:
                     "the folder, and they are prepared again."
                 )
         self.parts = [_read_part_file(path) for path in paths]
-        self._firsts = np.cumsum([0, *(len(part.ends) for part in self.parts)])
-        self.lengths = np.concatenate([np.diff(part.ends, prepend=0) for part in self.parts] or [np.zeros(0, int)])
-        self.sources = np.concatenate([part.source for part in self.parts] or [np.zeros(0, int)])
+        batches = [part.batch for part in self.parts]
+        self._firsts = np.cumsum([0, *map(len, batches)])
+        none = np.zeros(0, int)
+        self.lengths = np.concatenate([none, *(batch["input_ids"].value_lengths().to_numpy() for batch in batches)])
+        self.sources = np.concatenate([none, *(batch["source"].to_numpy() for batch in batches)])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -84,7 +86,7 @@ class Store:
         return self.parts[n].document(number - self._firsts[n])
 
     def fingerprint(self, first: int, last: int) -> str:
-        """A hash of the lengths of documents `first` to `last - 1`, and of the tokens of some of them."""
+        """Returns a hash of the lengths of documents `first` to `last` - 1, and of the tokens of some of them."""
         digest = hashlib.sha256(self.lengths[first:last].astype(np.int64).tobytes())
         for number in np.linspace(first, last - 1, min(FINGERPRINTED, last - first)).astype(int):
             digest.update(self[int(number)].input_ids.astype(np.int64).tobytes())
@@ -96,10 +98,15 @@ class Store:
         return self.parts[-1].notes if self.parts else {"positions": None, "ended": False, "counts": {}}
 
 
-def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settings) -> Path:
-    """The folder of prepared documents, named by a hash of everything that their tokens depend on.
+def name_of(described: dict[str, Any]) -> str:
+    """Returns the name of a folder: a hash of everything that its content depends on."""
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
 
-    Raises `ValueError` where a former version has prepared them with other tokens.
+
+def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settings) -> Path:
+    """Returns the folder of prepared documents.
+
+    Raises `ValueError` if a former version has prepared them with other tokens.
     """
     files = [
         [str(path), path.stat().st_size, path.stat().st_mtime_ns]
@@ -117,14 +124,11 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
         "tokenizer": [backend, tokenizer.bos_token_id, tokenizer.eos_token_id],
         **settings,
     }
-
-    def folder(described: dict[str, Any]) -> Path:
-        return data.prepared / hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
-
+    folder = data.prepared / name_of(described)
     if frame := changed_frame(tokenizer, settings.get("task")):
-        check_no_former(folder(described), "with other tokens around each text")
-        return folder(described | {"frame": frame})
-    return folder(described)
+        check_no_former(folder, "with other tokens around each text")
+        return data.prepared / name_of(described | {"frame": frame})
+    return folder
 
 
 def part_name(number: int) -> str:
@@ -132,14 +136,13 @@ def part_name(number: int) -> str:
 
 
 def write_part_file(path: Path, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
-    """Writes a part completely or not at all."""
     partial = path.with_suffix(".partial")
     try:
         with pa.OSFile(str(partial), "wb") as file:
             write_part(file, kept, notes)
         partial.rename(path)
     finally:
-        partial.unlink(missing_ok=True)  # of a full disk
+        partial.unlink(missing_ok=True)  # it remains if the disk is full
 
 
 def _read_part_file(path: Path) -> Part:
@@ -162,28 +165,20 @@ def room_for(folder: Path) -> Iterator[None]:
             raise
         raise ValueError(
             f"{folder} can't be written: {os.strerror(error.errno)}. Make room, or set data.prepared to a folder on "
-            "another disk, and start again: what is prepared already is kept."
+            "another disk, and start again: documents that are already prepared are kept."
         ) from error
 
 
 def write_part(sink: Any, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
     """Writes documents and, as JSON, notes to one of Arrow's output streams."""
-    columns = {
-        "input_ids": pa.array([tokens.input_ids.astype(np.int32) for tokens in kept], type=pa.large_list(pa.int32())),
-        "num_given": pa.array([tokens.num_given for tokens in kept], type=pa.int32()),
-        "source": pa.array([tokens.source for tokens in kept], type=pa.int32()),
-    }
-    fields = {name: column.type for name, column in columns.items()}
-    schema = pa.schema(fields, metadata={"notes": json.dumps(notes)})
+    ids = [tokens.input_ids.astype(np.int32) for tokens in kept]
+    columns = [ids, [tokens.num_given for tokens in kept], [tokens.source for tokens in kept]]
+    schema = SCHEMA.with_metadata({"notes": json.dumps(notes)})
     with pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(pa.record_batch(list(columns.values()), schema=schema))
+        writer.write_batch(pa.record_batch(columns, schema=schema))
 
 
 def read_part(source: Any) -> Part:
-    """A part from a memory map or a buffer."""
+    """Reads a part from a memory map or a buffer."""
     reader = pa.ipc.open_file(source)
-    batch = reader.get_batch(0)
-    lists = batch["input_ids"]
-    notes = json.loads(reader.schema.metadata[b"notes"])
-    num_given, sources = (batch[name].to_numpy() for name in ("num_given", "source"))
-    return Part(lists.values.to_numpy(), lists.offsets.to_numpy()[1:], num_given, sources, notes)
+    return Part(reader.get_batch(0), json.loads(reader.schema.metadata[b"notes"]))

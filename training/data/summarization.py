@@ -19,24 +19,24 @@ def _ids(tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def prompt_frame(tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens before and after a document's tokens; the summary follows."""
+    """Returns the tokens before and after a document's tokens; the summary follows."""
     before, behind = _ids(tokenizer, [BEFORE, AFTER])
     return first_tokens(tokenizer) + before, behind
 
 
 def prompt_text(document: str) -> str:
-    """The prompt for a summary of a document."""
+    """Returns the prompt for a summary of a document."""
     return f"{BEFORE}{document}{AFTER}"
 
 
 def prompt_ids(tokenizer, document: str) -> list[int]:
-    """The prompt for a summary of a document: the same tokens as in training."""
+    """Returns the prompt for a summary of a document: the same tokens as in training."""
     before, behind = prompt_frame(tokenizer)
     return [*before, *_ids(tokenizer, [document])[0], *behind]
 
 
 def summary_encoder(tokenizer, total_length: int, too_long: Literal["drop", "cut"]):
-    """Tokenises documents with their summaries into at most `total_length` tokens."""
+    """Returns an encoder of documents with their summaries, at most `total_length` tokens."""
     if tokenizer.eos_token_id is None:
         raise ValueError("summaries end with the tokenizer's eos token, and this tokenizer has none: set one.")
     before, behind = prompt_frame(tokenizer)

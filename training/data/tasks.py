@@ -1,8 +1,10 @@
 """The examples of a recipe: to train on and to validate with."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -29,22 +31,23 @@ from .store import Encode, Need, Store, folder_of
 from .summarization import summary_encoder
 from .text import StoredExamples, TextExamples, text_encoder
 
-VALIDATION_SEED = 2**40  # added to the seed of the run: other generated texts than those of training
+VALIDATION_SEED = 2**40  # added to the run's seed: validation has other generated texts than training
+Documents = TextData | SummarizationData | QuestionData
 
 
 def make_examples(
     recipe: Recipe, tokenizer, num_workers: int = 0, former: Sequence[Sequence[Stage]] = ()
 ) -> tuple[Examples, Examples | None]:
-    """Training examples and, where the recipe has an evaluation, others for it.
+    """Returns the examples to train on and, if the recipe has an evaluation, others to validate with.
 
-    Prepares documents first, in `num_workers` processes, or in this one. `former` are the stages that a resumed run has
-    had before those of its recipe, oldest first: its documents then keep their order.
+    Prepares documents first, in `num_workers` processes; 0 prepares in this one. `former` are the stages that a resumed
+    run had before its recipe's, oldest first: its documents keep their order.
     """
     if isinstance(recipe.data, GeneratedData):
         task = make_generated_task(recipe.data, tokenizer)
         training = GeneratedExamples(task, recipe.data, recipe.seed)
         held_out = GeneratedExamples(task, recipe.data, recipe.seed + VALIDATION_SEED)
-        for stage in recipe.stages or ():  # too short a length is refused before anything is trained
+        for stage in recipe.stages or ():  # refuses a length that is too short, before anything is trained
             training.sequence(0, stage.total_length)
         return training, held_out if recipe.evaluation else None
     if isinstance(recipe.data, DigitsData):
@@ -58,8 +61,8 @@ def make_examples(
 def sampled_examples(
     recipe: Recipe, data: SampleData, tokenizer, former: Sequence[Sequence[Stage]]
 ) -> tuple[Examples, Examples | None]:
-    """The model's own texts; the first ones are held out for the evaluation."""
-    plans = [recipe.model_copy(update={"stages": stages}) for stages in (*former, recipe.stages)]
+    """Returns the model's own texts; the first ones are held out for the evaluation."""
+    plans = _plans(recipe, former)
     lasts, num_held_out = [plan.num_samples() for plan in plans], recipe.num_held_out
     store = sample_store(data, recipe.model.source, tokenizer, recipe.longest_text(), max(lasts))
     training = continued(
@@ -70,30 +73,26 @@ def sampled_examples(
     return training, TextExamples(store, 0, num_held_out, "cut", None) if num_held_out else None
 
 
+def _plans(recipe: Recipe, former: Sequence[Sequence[Stage]]) -> list[Recipe]:
+    return [recipe.model_copy(update={"stages": stages}) for stages in (*former, recipe.stages)]
+
+
 def sequences_asked(recipe: Recipe) -> dict[int, int]:
-    """The sequences of each length that a recipe trains on."""
+    """Returns the number of sequences of each length that a recipe trains on."""
     assert recipe.stages is not None and recipe.global_batch is not None
-    asked = {stage.total_length: 0 for stage in recipe.stages}
+    asked = Counter[int]()
     for stage in recipe.stages:
         asked[stage.total_length] += stage.steps * recipe.global_batch
     return asked
 
 
 class DocumentTask:
-    """A recipe's documents: the number that is needed, and those that are held out."""
+    """A recipe's documents: how many are needed, and which are held out."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        data: TextData | SummarizationData | QuestionData,
-        tokenizer,
-        num_workers: int = 0,
-        former: Sequence[Sequence[Stage]] = (),
-    ):
+    def __init__(self, recipe: Recipe, data: Documents, tokenizer, num_workers: int, former: Sequence[Sequence[Stage]]):
         self.recipe, self.data, self.tokenizer, self.num_workers = recipe, data, tokenizer, num_workers
-        self.longest, self.asked = recipe.longest_text(), sequences_asked(recipe)
-        self.former = [sequences_asked(recipe.model_copy(update={"stages": stages})) for stages in former]
-        self.num_held_out = recipe.num_held_out
+        self.longest, self.num_held_out = recipe.longest_text(), recipe.num_held_out
+        self.asked = [sequences_asked(plan) for plan in _plans(recipe, former)]
 
     def _need(self, asked: dict[int, int]) -> Need:
         if not isinstance(self.data, TextData):
@@ -105,22 +104,17 @@ class DocumentTask:
         return Need(lambda lengths: lengths // self.longest * self.longest, tokens)
 
     def _prepare(self, sources: Sequence[Source], need: Need) -> Store:
-        make_encode: Callable[[], Encode]
-        settings: dict[str, str | int]
-        if isinstance(self.data, TextData):
-            make_encode = partial(text_encoder, self.tokenizer, self.data.min_tokens)
-            settings = {"min_tokens": self.data.min_tokens}
-        elif isinstance(self.data, QuestionData):
-            make_encode = partial(question_encoder, self.tokenizer, self.longest)
-            settings = {"total_length": self.longest}
-        else:
-            make_encode = partial(summary_encoder, self.tokenizer, self.longest, self.data.too_long)
-            settings = {"total_length": self.longest, "too_long": self.data.too_long}
-        data = self.data
+        data, settings = self.data, dict[str, Any](total_length=self.longest)
+        encoder: Callable[..., Encode] = question_encoder
+        if isinstance(data, TextData):
+            encoder, settings = text_encoder, {"min_tokens": data.min_tokens}
+        elif isinstance(data, SummarizationData):
+            encoder, settings = summary_encoder, settings | {"too_long": data.too_long}
         if sources is not data.sources:  # max_documents limits what is trained on
             data = data.model_copy(update={"max_documents": None})
         folder = folder_of(data, sources, self.tokenizer, task=data.task, **settings)
-        return prepare(folder, data, sources, make_encode, need, data.task != "text", self.num_workers)
+        make_encode = partial(encoder, self.tokenizer, **settings)
+        return prepare(folder, data, sources, make_encode, need, self.num_workers)
 
     def _of(self, store: Store, first: int, last: int, seed: int | None) -> StoredExamples:
         if isinstance(self.data, TextData):
@@ -129,7 +123,7 @@ class DocumentTask:
 
     def _lot(self, asked: dict[int, int], need: Need, lengths: np.ndarray) -> Lot:
         last = min(need.prefix(lengths), self.data.max_documents or len(lengths))
-        return Lot(asked, last, is_enough=int(need.weigh(lengths[:last]).sum()) >= need.amount)
+        return Lot(asked, last, is_enough=need.weight(lengths[:last]) >= need.amount)
 
     def examples(self) -> tuple[Examples, Examples | None]:
         evaluation, first, held_out, num_before = self.recipe.evaluation, 0, None, 0
@@ -138,15 +132,12 @@ class DocumentTask:
             store = self._prepare(evaluation.sources or self.data.sources, need_held_out)
             num_documents = need_held_out.prefix(store.lengths)
             held_out = self._of(store, 0, num_documents, seed=None)
-            if not evaluation.sources:  # training begins after them
+            if not evaluation.sources:  # training begins after the held-out documents
                 first = num_documents
-                num_before = int(need_held_out.weigh(store.lengths[:first]).sum())
-        needs = [self._need(asked) for asked in (*self.former, self.asked)]
-        needs = [need._replace(amount=need.amount + num_before) for need in needs]
+                num_before = need_held_out.weight(store.lengths[:first])
+        needs = [need._replace(amount=need.amount + num_before) for need in map(self._need, self.asked)]
         store = self._prepare(self.data.sources, max(needs, key=lambda need: need.amount))
-        lots = [
-            self._lot(asked, need, store.lengths) for asked, need in zip((*self.former, self.asked), needs, strict=True)
-        ]
+        lots = [self._lot(asked, need, store.lengths) for asked, need in zip(self.asked, needs, strict=True)]
         if first >= (last := lots[0].last):
             raise ValueError(
                 f"the {self.num_held_out} sequences of the evaluation take all {last} documents: name others in "
@@ -168,7 +159,7 @@ class DocumentTask:
         return training, held_out
 
     def _describe(self, training: StoredExamples) -> None:
-        for total_length, asked in self.asked.items():
+        for total_length, asked in self.asked[-1].items():
             available, left_out = training.num_sequences(total_length), training.left_out(total_length)
             print(
                 f"sequences of {total_length} tokens: {asked:,} to train on, {available:,} available: "

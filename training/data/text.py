@@ -1,9 +1,9 @@
 """Text to predict: documents cut into pieces of the total length, or packed into sequences of it.
 
-A document longer than the total length is cut into whole pieces. Its remainder, and shorter documents, are
-left out (`cut`) or packed together (`pack`), each as its own row: so no memory passes from one document to
-the next. Rows of similar length are packed together, and rows x the longest of them is at most the total
-length: so a packed sequence never needs more memory than a whole piece.
+A document longer than the total length is cut into whole pieces. Its remainder, and shorter documents, are left out
+(`cut`) or packed together (`pack`). Each is a row of its own, so no memory passes from one document to the next. Rows
+of similar length are packed together, at most as many as fit into the total length if all were as long as the longest:
+a packed sequence never needs more memory than a whole piece.
 """
 
 from abc import abstractmethod
@@ -16,12 +16,12 @@ import numpy as np
 from condense.text import first_tokens
 
 from .documents import Document
-from .examples import IGNORE_INDEX, Epochs, Example
+from .examples import IGNORE_INDEX, Example, index_in_epoch
 from .store import Store, Tokens
 
 
 def text_encoder(tokenizer, min_tokens: int):
-    """Tokenises documents; those of fewer than `min_tokens` tokens are dropped."""
+    """Returns an encoder that drops documents of fewer than `min_tokens` tokens."""
     first = first_tokens(tokenizer)
     last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
@@ -37,7 +37,7 @@ def text_encoder(tokenizer, min_tokens: int):
 
 
 class Plan(NamedTuple):
-    """Pieces of documents; sequence k consists of the pieces from `firsts[k]` up to `firsts[k + 1]`."""
+    """Pieces of documents; sequence k has the pieces `firsts[k]` to `firsts[k + 1]` - 1."""
 
     document: np.ndarray
     start: np.ndarray
@@ -46,22 +46,21 @@ class Plan(NamedTuple):
 
 
 class StoredExamples:
-    """Sequences of the documents `first` to `last - 1` of a store; `seed` gives each epoch its own order."""
+    """Sequences of the documents `first` to `last` - 1 of a store; with a seed, each epoch has its own order."""
 
     def __init__(self, store: Store, first: int, last: int, seed: int | None):
-        self.store, self.first, self.last = store, first, last
+        self.store, self.first, self.last, self.seed = store, first, last, seed
         self.lengths = store.lengths[first:last]
-        self.epochs = Epochs(seed)
         self.places = np.cumsum(store.lengths) - store.lengths  # of each document's first token
         self.plan = lru_cache(maxsize=4)(self._plan)
 
     @abstractmethod
     def _plan(self, total_length: int) -> Plan:
-        """Raises `ValueError` where no document makes a sequence of this length."""
+        """Raises `ValueError` if no document makes a sequence of this length."""
 
     @abstractmethod
     def left_out(self, total_length: int) -> str:
-        """Describes what no sequence of this length holds; empty where there is nothing."""
+        """Describes the text that no sequence of this length holds; empty if there is none."""
 
     def num_sequences(self, total_length: int) -> int:
         return len(self.plan(total_length).firsts) - 1
@@ -69,15 +68,17 @@ class StoredExamples:
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)
 
+    def _pieces(self, number: int, total_length: int) -> range:
+        firsts = self.plan(total_length).firsts
+        index = index_in_epoch(number, len(firsts) - 1, self.seed)
+        return range(firsts[index], firsts[index + 1])
+
     def source(self, number: int, total_length: int) -> int:
-        plan = self.plan(total_length)
-        index = self.epochs.index(number, len(plan.firsts) - 1)
-        return int(self.store.sources[self.first + plan.document[plan.firsts[index]]])
+        document = self.plan(total_length).document[self._pieces(number, total_length)[0]]
+        return int(self.store.sources[self.first + document])
 
     def sequence(self, number: int, total_length: int) -> list[Example]:
-        plan = self.plan(total_length)
-        index = self.epochs.index(number, len(plan.firsts) - 1)
-        return [self._example(plan, n) for n in range(plan.firsts[index], plan.firsts[index + 1])]
+        return [self._example(self.plan(total_length), n) for n in self._pieces(number, total_length)]
 
     def _example(self, plan: Plan, n: int) -> Example:
         document, start = self.first + int(plan.document[n]), int(plan.start[n])

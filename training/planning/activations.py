@@ -1,6 +1,6 @@
 """Bytes that autograd keeps for the backward pass, by kind of model.
 
-Attention is counted as its kernels keep it: eager with its scores, all others (sdpa as on a GPU) without.
+Eager attention is counted with its scores, all other kinds without (sdpa as on a GPU).
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from ..recipe.objectives import NextToken
 from .passes import FLOAT32, Pass, Weights, element_size
 from .stack import Stack, stack_of
 
-ADJOINT_COPIES = 8  # measured: of the state, its adjoint and the field's gradient, in one step of torchdiffeq
+ADJOINT_COPIES = 8  # measured: the state, its adjoint and the field's gradient, in one step of torchdiffeq
 DISTILLED_LOGIT_COPIES = 7  # measured: logits and log-softmaxes of both models, products and gradients
 LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, all in float32
 
 
 def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_stage: int = 0) -> dict[str, int]:
-    """The parts `memories`, `activations` and `loss`. Raises `ValueError` for models and objectives not counted."""
+    """Returns the parts of a `MemoryEstimate` that autograd keeps. Raises `ValueError` if they are not estimated."""
     count = KEPT_BY_KIND.get(recipe.model.kind)
     if count is None:
         raise ValueError(f"the memory of model.kind={recipe.model.kind!r} is not estimated: start the run to see it.")
@@ -45,7 +45,7 @@ def kept_by_autograd(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
 def kept_by_distillation(
     config: LlamaConfig, recipe: Recipe, a_pass: Pass, next_token: dict[str, int]
 ) -> dict[str, int]:
-    """Beside what next tokens need: the last hidden states of both models, and logits of both for a block of tokens."""
+    """Adds the last hidden states of both models, and logits of both for a block of tokens, to the parts."""
     hidden = 2 * a_pass.tokens * config.hidden_size * element_size(recipe)
     at_once = min(a_pass.tokens, max_tokens(config.vocab_size))
     loss = DISTILLED_LOGIT_COPIES * FLOAT32 * config.vocab_size * at_once
@@ -60,7 +60,7 @@ def kept_by_stock(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_stage:
     block = a_pass.tokens * _block(config, recipe, stack)
     block_gradients = _block_gradients(config, recipe, stack, a_pass.tokens)
     loss = LOGIT_COPIES * FLOAT32 * config.vocab_size * a_pass.tokens
-    if recipe.gradient_checkpointing:  # layers keep their inputs, and are recomputed after the logits are freed
+    if recipe.gradient_checkpointing:  # layers keep their inputs, and run again after the logits are freed
         inputs = config.num_hidden_layers * a_pass.tokens * config.hidden_size * element_size(recipe)
         later = max(layer + gradients, block + block_gradients)
     else:
@@ -75,30 +75,27 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
     checkpointing, last = recipe.gradient_checkpointing, len(a_pass.segments) - 1
     at_once = _computes_loss_at_once(recipe, zero_stage)
     span = recipe.model.bptt_segments or getattr(config, "bptt_segments", None)
-    # Checkpoints keep memories as they are; otherwise they are a part of what attention keeps.
+    # Checkpoints keep memories unchanged; otherwise attention keeps them, and eager repeats them for the query heads.
     repeated = recipe.attention == "eager" and not checkpointing
     heads = config.num_attention_heads if repeated else config.num_key_value_heads
     copies = stack.memories if checkpointing else stack.runs  # attention keeps one for each evaluation of a layer
     kept_memories, activations, memory = [], [], 0
     for number, tokens in enumerate(a_pass.segments):
         kept_memories.append(2 * a_pass.rows * copies * memory * heads * config.head_dim * size)
-        layer, source, projected, cut = _layer(config, recipe, tokens, memory), 0, 0, False
+        kept_once, source, projected = _block(config, recipe, stack), 0, 0  # bytes of a token
+        if not at_once:  # the final norm's; else the gradients of hidden states, below
+            kept_once += _norm(config, recipe, "lm_head")
         if number < last:  # the norms before the next segment's keys and values, and of these keys
-            source = _copies(recipe, "k_proj", "v_proj") * tokens * width * size + tokens * _head_norms(
-                config, recipe, config.num_key_value_heads
-            )
             cut = span is not None and (number + 1) % span == 0
             projected = stack.projected(cut)
+            source = _copies(recipe, "k_proj", "v_proj") * width * size
+            source += _head_norms(config, recipe, config.num_key_value_heads)
             if not cut and size < FLOAT32:  # a copy; in float32 it is the next layer's input
-                source += tokens * width * FLOAT32
-        kept_once = tokens * _block(config, recipe, stack)
-        if at_once and projected and not cut and size == FLOAT32:  # the last layer's output, for its memory
-            kept_once += tokens * width * FLOAT32
-        if not at_once:  # the final norm's; else the gradients of hidden states, below
-            kept_once += tokens * _norm(config, recipe, "lm_head")
-        if projected and not cut and size == FLOAT32:  # not the next layer's input
-            kept_once += stack.blended * tokens * width * FLOAT32
-        activations.append(a_pass.rows * (stack.runs * layer + projected * source + kept_once))
+                source += width * FLOAT32
+            elif not cut and projected:  # the last layer's output and means of input and output, which no layer reads
+                kept_once += (at_once + stack.blended) * width * FLOAT32
+        layers = stack.runs * _layer(config, recipe, tokens, memory)
+        activations.append(a_pass.rows * (layers + tokens * (projected * source + kept_once)))
         memory = tokens
     first = a_pass.segments[0]
     group = recipe.model.checkpoint_segments if checkpointing else len(a_pass.segments)
@@ -115,8 +112,8 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
     elif checkpointing and recipe.model.offload_memories:
         hidden_gradients = 0
     if checkpointing:
-        kept_memories = kept_memories[::group]  # those before each group
-    # On the host, all wait but those of the group that is computed.
+        kept_memories = kept_memories[::group]  # the memories before each group
+    # Offloaded memories wait on the host, except those of the group that is computed.
     memories = max(kept_memories) if recipe.model.offload_memories else sum(kept_memories)
     return {
         "memories": memories,
@@ -127,19 +124,19 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
 
 
 def _loss(config: LlamaConfig, recipe: Recipe, a_pass: Pass, at_once: bool) -> int:
-    """Bytes of a folded model's logits, and of what is computed from them, of as many tokens as have some at a time."""
+    """Returns the bytes of a folded model's logits, and of the tensors computed from them, that exist at a time."""
     block, part = _tokens_of_loss(config, a_pass, at_once)
     size = element_size(recipe)
     if not at_once:
         return part * config.vocab_size * FLOAT32 * LOGIT_COPIES
-    # Those of a block wait; a part of them is normed, and its norm has a backward pass when the logits are gone.
+    # A block's hidden states wait. A part of them is normed; the norm's backward pass runs when the logits are gone.
     hidden, normed = 2 * block * config.hidden_size * size, part * config.hidden_size * FLOAT32
     logits = part * config.vocab_size * size + _copied_logits(config, part, size)
     return hidden + max(logits + 2 * normed, 6 * normed)
 
 
 def _tokens_of_loss(config: LlamaConfig, a_pass: Pass, at_once: bool = True) -> tuple[int, int]:
-    """The tokens of a block of the loss, which waits for whole segments, and of a part that has logits at a time."""
+    """Returns the tokens of a block of the loss, which has whole segments, and of a part that has logits at a time."""
     chunk = a_pass.rows * a_pass.segments[0]
     block = min(a_pass.tokens, chunk * ceil(BLOCK_TOKENS / chunk))
     part = max_tokens(config.vocab_size)
@@ -147,33 +144,33 @@ def _tokens_of_loss(config: LlamaConfig, a_pass: Pass, at_once: bool = True) -> 
 
 
 def _copied_logits(config: LlamaConfig, part: int, size: int) -> int:
-    """Bytes of copies in float32 of logits, which their gradients replace."""
+    """Returns the bytes of float32 copies of logits, which their gradients replace."""
     return FLOAT32 * min(part * config.vocab_size, COPIED_LOGITS) * (size < FLOAT32)
 
 
 def _is_read(recipe: Recipe, *linear: str) -> bool:
-    """Whether the gradient of one of these linear maps, or of its adapter, needs its input."""
+    """Returns whether the gradient of one of these linear maps, or of its adapter, needs its input."""
     return recipe.lora is None or any(name in recipe.lora.targets for name in linear)
 
 
 def _copies(recipe: Recipe, *linear: str) -> int:
-    """Copies of a token that a norm keeps: normalized, for its weight, and multiplied by it, for these linear maps."""
+    """Returns how many copies of a token a norm keeps: normalized, for its weight; scaled, for these linear maps."""
     return (recipe.lora is None) + _is_read(recipe, *linear)
 
 
 def _norm(config: LlamaConfig, recipe: Recipe, *linear: str) -> int:
-    """Bytes that a norm before these linear maps keeps of a token: its input in float32, and copies."""
+    """Returns the bytes that a norm before these linear maps keeps of a token: its input in float32, and copies."""
     return (FLOAT32 + _copies(recipe, *linear) * element_size(recipe)) * config.hidden_size
 
 
 def _head_norms(config: LlamaConfig, recipe: Recipe, heads: int) -> int:
-    """Bytes that a family's norms of queries and keys keep of a token: their input in float32, and it normalized."""
+    """Returns the bytes that norms of queries and keys keep of a token: their input in float32, and it normalized."""
     kept = (FLOAT32 + (recipe.lora is None) * element_size(recipe)) * heads * config.head_dim
     return kept if family_of(config).query_key_norms else 0
 
 
 def _block(config: LlamaConfig, recipe: Recipe, stack: Stack) -> int:
-    """Bytes that a depth block keeps of a token, besides those of its runs of a layer."""
+    """Returns the bytes that a depth block keeps of a token, besides its runs of a layer."""
     size, width = element_size(recipe), config.hidden_size
     scaled = FLOAT32 * width  # what alpha multiplies
     if not stack.width:
@@ -184,14 +181,14 @@ def _block(config: LlamaConfig, recipe: Recipe, stack: Stack) -> int:
 
 
 def _block_gradients(config: LlamaConfig, recipe: Recipe, stack: Stack, tokens: int) -> int:
-    """Bytes that an MLP field adds in the backward pass: the gradients beside softplus, or the state of the adjoint."""
+    """Returns the bytes that an MLP field's backward pass adds: gradients beside softplus, or the adjoint's state."""
     if stack.is_adjoint:
         return ADJOINT_COPIES * FLOAT32 * 2 * config.hidden_size * (stack.width + tokens)
     return 2 * element_size(recipe) * stack.width * tokens
 
 
 def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
-    """Bytes that autograd keeps of a layer for one row, without the memory where that is counted separately."""
+    """Returns the bytes that autograd keeps of a layer for one row, without a memory that is counted separately."""
     size, heads, keys = element_size(recipe), config.num_attention_heads, memory + tokens
     norms = _norm(config, recipe, "q_proj", "k_proj", "v_proj") + _norm(config, recipe, "gate_proj", "up_proj")
     norms += _head_norms(config, recipe, heads + config.num_key_value_heads)
@@ -202,7 +199,7 @@ def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int
     own_keys = keys if recipe.gradient_checkpointing else tokens
     if recipe.attention == "eager":
         keys_and_values = 2 * own_keys * size * heads * config.head_dim
-        score = FLOAT32 + (size if size < FLOAT32 else 0)  # softmax, and what values are weighed with
+        score = FLOAT32 + (size if size < FLOAT32 else 0)  # softmax, and its copy in the values' type
         if recipe.attention_dropout:
             score += 1 + (size if size == FLOAT32 else 0)
         scores = heads * tokens * keys * score
@@ -213,7 +210,7 @@ def _layer(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int
 
 
 def _adapters(config: LlamaConfig, recipe: Recipe) -> int:
-    """Bytes that the adapters of a layer keep of a token: B's input, and with dropout a mask and A's input."""
+    """Returns the bytes that a layer's adapters keep of a token: B's input, and with dropout a mask and A's input."""
     if recipe.lora is None:
         return 0
     lora, size = recipe.lora, element_size(recipe)
@@ -223,7 +220,7 @@ def _adapters(config: LlamaConfig, recipe: Recipe) -> int:
 
 
 def _layer_gradients(config: LlamaConfig, recipe: Recipe, tokens: int, memory: int) -> int:
-    """Bytes that a layer's own gradients add, for one row: those of the MLP's inner states, or of the scores."""
+    """Returns the bytes that a layer's gradients add, for one row: of the MLP's inner states, or of the scores."""
     inner = element_size(recipe) * tokens * (2 * config.intermediate_size + config.hidden_size)
     scores = FLOAT32 * tokens * (tokens + memory) * config.num_attention_heads
     return max(inner, scores if recipe.attention == "eager" else 0)
@@ -239,11 +236,11 @@ def summed_gradients(
     reduce_buckets: int,
     zero_stage: int,
 ) -> int:
-    """Gradients that autograd holds at the end of the backward pass, less the activations that are freed by then.
+    """Returns the bytes of gradients at the end of the backward pass, less the activations that are freed by then.
 
-    A weight's gradients are summed over all its uses before DeepSpeed receives them: in float32
-    (`condense/shared_weights.py`), and over all segments, down to the first, so that no ZeRO stage divides them before.
-    The gradient of a weight with a single use is freed at once, where `freed_at_once` is true.
+    A weight's gradients are summed over its uses in all segments, in float32 (`condense/shared_weights.py`), before
+    DeepSpeed receives them. No ZeRO stage divides them earlier. If `freed_at_once`, the gradient of a weight with a
+    single use is freed at once.
     """
     at_once = _computes_loss_at_once(recipe, zero_stage) and recipe.lora is None
     forward = _head_gradients(config, recipe, a_pass, weights) if at_once else 0
@@ -253,12 +250,12 @@ def summed_gradients(
     largest, tied = max(numels), config.tie_word_embeddings
     if segments > 1 and at_once:
         # The backward pass begins with the sum of the head's gradients, and its product with the gradient of the loss.
-        # In its last segment the sums of all layers exist. At the end their gradients do, with the head's, to which the
-        # rows of a tied embedding are added; or an embedding's own, and if its rows can't wait, its sum.
+        # In its last segment the sums of all layers exist. At the end the layers' gradients exist, and the head's. A
+        # tied embedding's rows are added to the head's; an untied one has a gradient, and a sum if rows can't wait.
         head, layers = size * largest, sum(numels) - largest * (1 if tied else 2)
         rows_wait = size < FLOAT32 and a_pass.tokens < config.vocab_size
-        is_sum = _tokens_of_loss(config, a_pass)[1] < a_pass.tokens  # of several parts, in float32
-        begin = (FLOAT32 * largest if is_sum else head) + head
+        has_parts = _tokens_of_loss(config, a_pass)[1] < a_pass.tokens  # their sum is in float32
+        begin = (FLOAT32 * largest if has_parts else head) + head
         embedded = a_pass.tokens > EMBEDDED_TOKENS and not rows_wait
         layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
         last_segment = kept["activations"] * a_pass.segments[-1] // sum(a_pass.segments)
@@ -272,7 +269,7 @@ def summed_gradients(
             assert isinstance(recipe.model, CondenseModel) and isinstance(recipe.model.checkpoint_segments, int)
             of_layers = FLOAT32 * layers + head
             backward = of_layers + FLOAT32 * largest * (not rows_wait)
-            if recipe.model.checkpoint_segments >= segments:  # else a later group is computed beside all sums
+            if recipe.model.checkpoint_segments >= segments:  # otherwise a later group is computed beside all sums
                 backward = max(of_layers, backward - last_segment)
             backward -= logits
         else:
@@ -292,10 +289,10 @@ def summed_gradients(
 
 
 def _head_gradients(config: LlamaConfig, recipe: Recipe, a_pass: Pass, weights: Weights) -> int:
-    """Bytes that the gradients of a head add to the most that `_loss` counts.
+    """Returns the bytes that the gradients of a head add to the most that `_loss` counts.
 
-    Their sum exists beside the logits of all parts but the first. The product with a part exists beside the gradients
-    of its logits, and in float32 is added to the sum as it is computed.
+    Their sum exists beside the logits of all parts except the first. The product with a part exists beside the
+    gradients of its logits. In float32 it is added to the sum as it is computed.
     """
     size, largest = element_size(recipe), max(shape.numel() for shape in weights.trained)
     _, part = _tokens_of_loss(config, a_pass)
@@ -306,7 +303,7 @@ def _head_gradients(config: LlamaConfig, recipe: Recipe, a_pass: Pass, weights: 
 
 
 def _computes_loss_at_once(recipe: Recipe, zero_stage: int) -> bool:
-    """Whether the forward pass computes the loss's gradients (`condense/loss_gradient.py`). ZeRO-3 has hooks."""
+    """Returns whether the forward pass computes the loss's gradients (`condense/loss_gradient.py`)."""
     of_head = recipe.lora is not None and "lm_head" in recipe.lora.targets
     ordinary = isinstance(recipe.model, CondenseModel) and not isinstance(recipe.objective, Distillation)
     return ordinary and not of_head and zero_stage < 3

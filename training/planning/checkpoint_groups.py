@@ -1,5 +1,4 @@
-"""The segments that gradient checkpointing computes again at once: what `model.checkpoint_segments` stands for as null
-and as "auto"."""
+"""Chooses how many segments gradient checkpointing computes again at once, if the recipe gives no number."""
 
 from transformers import LlamaConfig
 
@@ -14,11 +13,10 @@ WAVE_SEGMENTS = 8
 
 
 def with_checkpoint_segments(config: LlamaConfig, recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with a number in the place of None, by the rule of the model's own default, and of "auto": the number
-    that needs the least memory at its longest texts.
+    """Returns the recipe with a number as `model.checkpoint_segments`; unchanged without gradient checkpointing.
 
-    Large groups store few memories and hold many activations. Equal numbers of bytes go to the larger group. Without
-    gradient checkpointing the recipe is as it was.
+    None becomes the model's default. "auto" becomes the number that needs the least memory at the longest texts, the
+    larger of equal ones: large groups store few memories and hold many activations.
     """
     model = recipe.model
     if not isinstance(model, CondenseModel) or not recipe.gradient_checkpointing:
@@ -38,7 +36,7 @@ def with_checkpoint_segments(config: LlamaConfig, recipe: Recipe, ranks: int) ->
 
 
 def _default(config: LlamaConfig, recipe: Recipe, ranks: int) -> int:
-    """Groups pay where a GPU can capture them: not with adapters, depth blocks or ZeRO-3."""
+    """Returns 1 if a GPU can't capture groups: with adapters, depth blocks or ZeRO-3."""
     assert isinstance(recipe.model, CondenseModel)
     if recipe.model.schedule == "wavefront":
         return WAVE_SEGMENTS

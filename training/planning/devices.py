@@ -2,8 +2,8 @@
 
 import re
 
-# Dense bfloat16 multiplications and additions in a second, and words of the names that torch gives: the first counts.
-# From NVIDIA's data sheets, whose figures "with sparsity" are halved.
+# Dense bfloat16 multiplications and additions a second, and words of torch's names for GPUs; the first match counts.
+# From NVIDIA's data sheets; figures "with sparsity" are halved.
 PEAK_FLOPS = {
     756e12: ("H100 PCIe", "H800 PCIe"),
     835e12: ("H100 NVL", "H200 NVL"),
@@ -19,7 +19,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations in a second of the GPU that `torch.cuda.get_device_name` names; None if unknown."""
+    """Returns the dense bfloat16 operations a second of a GPU, by torch's name for it; None if unknown."""
     words = set(re.split(r"[\s-]+", device_name))
     if "MIG" in words:  # a part of a GPU
         return None

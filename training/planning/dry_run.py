@@ -1,6 +1,7 @@
 """The output of `condense train RECIPE --dry-run`: the resolved recipe, its size, and the memory it needs."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import isfinite
 from typing import Any
 
@@ -25,10 +26,11 @@ def dry_run(
     gpu_memory: float | None = None,
     tokens_per_second: str | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Figures, and the same as text: for `ranks` ranks, and the memory for 1, 2, 4, ... up to `ranks`.
+    """Returns figures of a run on `ranks` ranks, and its memory on 1, 2, 4 ... up to `ranks`; and the same as text.
 
-    Without `ranks`, for the machine's `gpus`, or for a number that the recipe divides by. `gpu_memory` in GiB asks for
-    the micro-batch that fills it; `tokens_per_second` is a rate or a log: see `parse_rate`. Raises `ValueError`.
+    Without `ranks`, they are the machine's `gpus`, or a number that the recipe divides by. `gpu_memory` in GiB asks for
+    the micro-batch that fills it. `tokens_per_second` is a rate or a log, see `parse_rate`. Raises `ValueError` for
+    numbers that are impossible, and for models that are not counted.
     """
     if gpu_memory is not None and not (isfinite(gpu_memory) and gpu_memory > 0):
         raise ValueError(f"--gpu-memory {gpu_memory}: give the memory of a GPU in GiB, a finite number above 0.")
@@ -92,7 +94,7 @@ def dry_run(
 
 
 def waves_in_words(reasons: dict[int, str | None]) -> str:
-    """Whether the layers run as waves (the schedule `wavefront`), and why not; by length where lengths differ."""
+    """Says whether the layers run in waves (the schedule `wavefront`), or why not; by length if they differ."""
     if set(reasons.values()) == {None}:
         return "layers run in waves"
     if len(set(reasons.values())) == 1:
@@ -111,23 +113,23 @@ def proposal_in_words(row: dict[str, Any], has_segments: bool) -> str:
 def memory_by_ranks(
     config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """One row of bytes for each number of ranks, or the reason why the recipe does not run on that number.
+    """Returns a row of bytes for each number of ranks, or the reason why the recipe does not run on it.
 
-    `waves` are what they need on a GPU beside the other parts, which count the sequential order.
+    `waves` has the bytes that waves add to the other parts, which count the sequential order.
     """
     rows: list[dict[str, Any]] = []
     for number in ranks:
         try:
             parts = estimate(config, recipe, deepspeed, number)
             waves = needed_by_waves(config, recipe, deepspeed, number, parts)
-            rows.append({"ranks": number, **parts.as_dict(), "waves": waves, "total": parts.total + waves})
+            rows.append({"ranks": number, **asdict(parts), "total": parts.total + waves, "waves": waves})
         except ValueError as error:
             rows.append({"ranks": number, "error": str(error)})
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of `memory_by_ranks` as text, in GiB per rank; parts that are 0 in every row are left out."""
+    """Returns the rows of `memory_by_ranks` as text, in GiB per rank, without the parts that are always 0."""
     names = [name for row in rows for name in row if name not in ("ranks", "error")]
     names = [name for name in dict.fromkeys(names) if any(row.get(name) for row in rows)]
     names.sort(key=lambda name: ("total", "host").index(name) if name in ("total", "host") else -1)

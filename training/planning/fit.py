@@ -18,14 +18,11 @@ GIB = 2**30
 NODE = 8  # ranks of a run whose machine is not known
 # What the estimate does not count: the CUDA context, NCCL's buffers, fragments of the allocator. An assumption.
 UNCOUNTED = 5 * GIB
-WAVE_ACTIVATIONS = 0.09  # that a wave needs besides: 8.8 % at the shapes of the 1B and the 3B model, in bfloat16
+WAVE_ACTIVATIONS = 0.09  # share that a wave adds: 8.8 % at the shapes of the 1B and the 3B model, in bfloat16
 
 
 def default_ranks(config: LlamaConfig, recipe: Recipe, gpus: int) -> int:
-    """The number of GPUs here if the recipe divides by it, else the largest number up to a node's that it divides by.
-
-    1 where it divides by none.
-    """
+    """Returns `gpus` if the recipe divides by it, or else the largest number up to a node's that it divides by."""
     return next((ranks for ranks in (gpus, *range(NODE, 0, -1)) if ranks and _divides(config, recipe, ranks)), 1)
 
 
@@ -41,7 +38,7 @@ def _divides(config: LlamaConfig, recipe: Recipe, ranks: int) -> bool:
 def reasons_without_waves(
     config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int
 ) -> dict[int, str | None]:
-    """Why a run on GPUs has no waves, by the length of its texts in tokens; None where it has them."""
+    """Returns why a run on GPUs has no waves, by the length of its texts in tokens; None if it has waves."""
     recipe = with_checkpoint_segments(config, recipe, ranks)
     return {
         sum(a_pass.segments): _reason_without_waves(config, recipe, deepspeed, a_pass)
@@ -71,22 +68,16 @@ def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[s
     return reason_for_sequential(config, whole, a_pass.rows, "cuda", element_size(recipe))
 
 
-def needed(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> int:
-    """Bytes of GPU memory that the run asks for: the estimate, what waves add to it, and what it does not count."""
-    parts: MemoryEstimate = estimate(config, recipe, deepspeed, ranks)
-    return parts.total + UNCOUNTED + needed_by_waves(config, recipe, deepspeed, ranks, parts)
-
-
 def needed_by_waves(
     config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int, parts: MemoryEstimate
 ) -> int:
-    """Bytes that waves need beside the estimate; 0 if the run has none."""
+    """Returns the bytes that waves add to the estimate; 0 if the run has none."""
     waves = None in reasons_without_waves(config, recipe, deepspeed, ranks).values()
     return wave_bytes(config, recipe, parts) if waves else 0
 
 
 def wave_bytes(config: LlamaConfig, recipe: Recipe, parts: MemoryEstimate) -> int:
-    """Bytes that a wave needs beside the estimate: of activations, and of sums of gradients.
+    """Returns the bytes that a wave adds to the estimate, for activations and sums of gradients.
 
     The first diagonal of the backward pass begins the float32 sums of all layers, while all activations exist.
     """
@@ -102,11 +93,11 @@ def wave_bytes(config: LlamaConfig, recipe: Recipe, parts: MemoryEstimate) -> in
 def propose(
     config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int, gpu_memory: float
 ) -> list[dict[str, Any]]:
-    """The largest micro-batch that fits into `gpu_memory` GiB, without and with gradient checkpointing.
+    """Returns the largest micro-batch that fits into `gpu_memory` GiB, without and with gradient checkpointing.
 
-    Rows have `gradient_checkpointing`, and either `error` or `micro_batch` (None for a curriculum, which has none),
-    `needed` bytes, `overrides` of the recipe, and `without_waves`: reasons by length. Raises `ValueError` where the
-    recipe's batch does not divide by the number of ranks.
+    Rows have `gradient_checkpointing`, and either `error` or `micro_batch` (None for a curriculum), `needed` bytes,
+    `overrides` of the recipe, and `without_waves`, the reasons by length. Raises `ValueError` if the recipe's batch
+    does not divide by the number of ranks.
     """
     recipe.accumulation(ranks)
     rows = []
@@ -118,7 +109,9 @@ def propose(
             changes |= {} if micro_batch is None else {"micro_batch": micro_batch}
             try:
                 changed = Recipe.model_validate(recipe.model_dump(exclude_unset=True) | changes)
-                size = smallest = needed(config, changed, deepspeed, ranks)
+                parts = estimate(config, changed, deepspeed, ranks)
+                size = parts.total + UNCOUNTED + needed_by_waves(config, changed, deepspeed, ranks, parts)
+                smallest = size
             except ValueError as refusal:  # a combination that the recipe refuses
                 error = error or str(refusal)
                 continue
@@ -134,7 +127,7 @@ def propose(
 
 
 def _micro_batches(recipe: Recipe, ranks: int) -> Iterator[int | None]:
-    """Sizes that divide the global batch, the largest first; None for a curriculum, which has tokens_per_step."""
+    """Yields sizes that divide the global batch, the largest first; None for a curriculum."""
     if recipe.curriculum:
         yield None
         return

@@ -1,10 +1,10 @@
-"""Memory of a rank by part: the weights and states that DeepSpeed keeps, and what a pass adds. Nothing is run.
+"""Memory of a rank by part: the weights and states that DeepSpeed keeps, and those that a pass adds. Nothing is run.
 
 All sizes are in bytes. Not counted: the CUDA context, the allocator's fragmentation, buffers of NCCL, and tensors that
 live within a single operation.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -24,36 +24,33 @@ from .passes import FLOAT32, Weights, element_size, parameter_shapes, passes, we
 class MemoryEstimate:
     """Bytes of the fullest rank: all parts except `step` and `host` at the worst moment of a pass."""
 
-    weights: int  # those that passes compute with, a teacher's too; under ZeRO-3 the rank's share of them
-    gathered_weights: int  # ZeRO-3: the most of all shares that is present at a time
+    weights: int  # the weights that passes compute with, a teacher's too; under ZeRO-3 the rank's share of them
+    gathered_weights: int  # ZeRO-3: the most weights of all shares that are present at a time
     master_weights: int  # the optimizer's own, float32
     moments: int  # Adam's two, float32
-    gradients: int  # as the ZeRO stage keeps them, and buffers for them that stay
-    reduce_buckets: int  # buffers that reduce them over ranks, after the logits are freed
-    summed_gradients: int  # gradients that autograd still sums up, less the activations that are freed by then
+    gradients: int  # that the ZeRO stage keeps, and permanent buffers for them
+    reduce_buckets: int  # buffers that reduce gradients over ranks, after the logits are freed
+    summed_gradients: int  # that autograd still sums up, less the activations that are freed by then
     memories: int  # keys and values that each segment reads from the segment before
     activations: int  # all else that autograd keeps
     loss: int  # logits that exist at a time, with their gradients
     step: int  # the optimizer step's copies of the gradients; no pass is running then
-    host: int  # in the CPU's memory, where DeepSpeed offloads to it
+    host: int  # in the CPU's memory, if DeepSpeed offloads to it
     hidden_gradients: int = 0  # of the last layer's outputs, which a folded model computes together with the loss
 
     @property
     def total(self) -> int:
-        """The most that the device holds at a time."""
+        """The most bytes that the device holds at a time."""
         stays = self.weights + self.gathered_weights + self.master_weights + self.moments + self.gradients
         in_pass = self.summed_gradients + self.memories + self.activations + self.hidden_gradients
         in_pass += max(self.loss, self.reduce_buckets)
         return stays + max(in_pass, self.step)
 
-    def as_dict(self) -> dict[str, int]:
-        return {**asdict(self), "total": self.total}
-
 
 def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> MemoryEstimate:
-    """Memory of a rank, at the length that needs most; `deepspeed` is the content of DeepSpeed's configuration file.
+    """Returns the memory of a rank at the length that needs most; `deepspeed` is the content of its configuration file.
 
-    Raises `ValueError` where the recipe's batch does not divide by the number of ranks.
+    Raises `ValueError` if the recipe's batch does not divide by the number of ranks.
     """
     accumulates = recipe.accumulation(ranks) > 1
     recipe = with_checkpoint_segments(config, recipe, ranks)
@@ -71,7 +68,7 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
 
 
 def _teacher_weights(config: LlamaConfig, recipe: Recipe, weights: Weights) -> int:
-    """The number of a teacher's weights; 0 where it shares those of the model."""
+    """Returns the number of a teacher's weights; 0 if it shares the model's."""
     if not isinstance(recipe.objective, Distillation):
         return 0
     if recipe.objective.teacher is not None:
@@ -84,7 +81,7 @@ def _teacher_weights(config: LlamaConfig, recipe: Recipe, weights: Weights) -> i
 def _kept_by_deepspeed(
     config: LlamaConfig, recipe: Recipe, zero: dict[str, Any], ranks: int, weights: Weights, accumulates: bool
 ) -> dict[str, int]:
-    """The parts that deepspeed/runtime/zero/stage_1_and_2.py and stage3.py allocate."""
+    """Returns the parts that deepspeed/runtime/zero/stage_1_and_2.py and stage3.py allocate."""
     stage, size = zero.get("stage", 0), element_size(recipe)
     shapes = weights.trained
     numels, frozen = [shape.numel() for shape in shapes], weights.num_frozen
@@ -129,8 +126,10 @@ def _kept_by_deepspeed(
 
 
 def _fullest_partition(shapes: list[torch.Size], ranks: int) -> tuple[int, int]:
-    """Elements of a rank's partition under ZeRO-1 and 2; and, on the fullest rank, those of the weights that overlap
-    it: their gradients are kept whole."""
+    """Returns the elements of a rank's partition under ZeRO-1 and 2, and of the weights in the fullest rank's.
+
+    The gradients of these weights are kept whole.
+    """
     share, owned = 0, [0] * ranks
     for decays in (True, False):  # DeepSpeed divides each of Trainer's two groups separately
         numels = [shape.numel() for shape in shapes if (len(shape) > 1) == decays]

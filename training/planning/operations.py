@@ -12,7 +12,7 @@ from .stack import repeated_weights, stack_of
 
 
 def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[str, Any]:
-    """The run in numbers: parameters, steps, sequences, tokens, FLOPs. A curriculum counts its last length.
+    """Returns the run in numbers. A curriculum counts its last length.
 
     FLOPs exclude the second forward pass of checkpointing.
     """
@@ -44,7 +44,7 @@ def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[st
 
 
 def uncounted(recipe: Recipe) -> str | None:
-    """Says where the numbers of a run are those of another objective."""
+    """Says what the numbers of a run leave out; None for next tokens."""
     if isinstance(recipe.objective, NextToken):
         return None
     return (
@@ -56,7 +56,7 @@ def uncounted(recipe: Recipe) -> str | None:
 def text_flops(
     config: LlamaConfig, tokens_per_segment: int | None, weights: Weights | None = None
 ) -> Callable[[int], int]:
-    """FLOPs of a text by its tokens, forward and backward, without the second forward pass of checkpointing.
+    """Returns a function from a text's tokens to its FLOPs, forward and backward, without checkpointing's second pass.
 
     All weights are trained, unless `weights` says which.
     """
@@ -65,11 +65,11 @@ def text_flops(
 
 
 def _text_flops(config: LlamaConfig, weights: Weights, segments: Sequence[int]) -> int:
-    """FLOPs of a text, forward and backward.
+    """Returns the FLOPs of a text, forward and backward.
 
-    They are 6 per token and trained weight, 4 per frozen one, whose gradient is not computed; an input embedding of its
-    own is looked up and does not count; 12 per channel for each pair of a query and a key; and those of the memories'
-    keys and values. A depth block's field counts once for each evaluation.
+    A token takes 6 for each trained weight, and 4 for each frozen one, whose gradient is not computed. An untied input
+    embedding is looked up and does not count. A pair of a query and a key takes 12 per channel. The memories' keys and
+    values are added. A depth block's field counts once for each evaluation.
     """
     stack = stack_of(config)
     heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim

@@ -28,7 +28,7 @@ class Pass:
 
 
 def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
-    """One for each length of the recipe's texts; a curriculum's shorter texts have more rows."""
+    """Returns a pass for each length of the recipe's texts; a curriculum's shorter texts have more rows."""
     length = recipe.model.tokens_per_segment(config)
     if recipe.curriculum:
         assert length is not None
@@ -39,13 +39,13 @@ def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
 
 
 def segments_of(total_length: int, length: int | None) -> list[int]:
-    """Tokens of each segment of a text; `length` is None for a text read as a whole."""
+    """Returns the tokens of each segment of a text; `length` is None for a text read as a whole."""
     length = length or total_length
     return [min(length, total_length - start) for start in range(0, total_length, length)]
 
 
 class Weights(NamedTuple):
-    """Shapes of the weights that are trained, in the model's order, and the number of those that are frozen."""
+    """Shapes of the trained weights, in the model's order, and the number of frozen ones."""
 
     trained: list[torch.Size]
     num_frozen: int
@@ -56,7 +56,7 @@ class Weights(NamedTuple):
 
 
 def weights_of(config: LlamaConfig, recipe: Recipe) -> Weights:
-    """Tied weights count once. Raises `ValueError` for adapters of linear maps that the model does not have."""
+    """Returns a model's weights, tied ones once. Raises `ValueError` for adapters of maps that it does not have."""
     model = _on_meta(config)
     shapes = [parameter.shape for parameter in model.parameters()]
     if recipe.lora is None:
@@ -66,7 +66,7 @@ def weights_of(config: LlamaConfig, recipe: Recipe) -> Weights:
 
 
 def parameter_shapes(config: LlamaConfig) -> list[torch.Size]:
-    """The shape of every parameter, tied ones once, in the model's order."""
+    """Returns the shape of every parameter, tied ones once, in the model's order."""
     return [parameter.shape for parameter in _on_meta(config).parameters()]
 
 

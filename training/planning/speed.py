@@ -19,9 +19,9 @@ class Rate(NamedTuple):
 
 
 def parse_rate(given: str, ranks: int) -> Rate:
-    """A number, the rate of a run on `ranks` ranks; or the `log.jsonl` of a former run, whose rate is scaled to them.
+    """Returns the rate of a run on `ranks` ranks, from a number or from a former run's `log.jsonl`, scaled to them.
 
-    Raises `ValueError` for a number that is not a rate, and for a log that does not hold one.
+    Raises `ValueError` for a number that is not a rate, and for a log without one.
     """
     try:
         number = float(given)
@@ -33,7 +33,7 @@ def parse_rate(given: str, ranks: int) -> Rate:
 
 
 def _rate_of_log(path: Path, ranks: int) -> Rate:
-    """The median over the logged lines after the first, which includes the start of the run."""
+    """Returns the median of the logged lines after the first, which includes the start of the run."""
     remedy = "give the rate as a number, of the whole run"
     if not path.is_file():
         raise ValueError(f"--tokens-per-second {path} is neither a number nor the log.jsonl of a run: {remedy}.")
@@ -72,7 +72,7 @@ def _in_words(hours: float) -> str:
 
 
 def hours(recipe: Recipe, operations: dict[str, Any], ranks: int, rate: Rate | None) -> tuple[dict[str, Any], str]:
-    """Figures of the run's duration, and the same in words; `operations` are those of `count_operations`."""
+    """Returns figures of the run's duration, and the same in words; `operations` come from `count_operations`."""
     if rate is not None:
         duration = operations["tokens"] / rate.tokens_per_second / 3600
         figures = {"hours": duration, **rate._asdict()}

@@ -11,33 +11,24 @@ ADJOINT_FLOPS = 8 / 6  # the backward pass evaluates the field again
 
 @dataclass(frozen=True)
 class Stack:
-    """The decoder stack of a configuration, as a pass runs it.
+    """The decoder stack of a configuration, as a pass runs it."""
 
-    runs: times that a decoder layer reads the tokens, with the evaluations of the field `layer`.
-    memories: members that have keys and values in the next segment.
-    shared: of these, members that have the same ones in this segment, where the memory passes a gradient.
-    blended: of these, members whose memory is a mean of their input and output.
-    evaluations: of the block's field for each token; 0 without a block.
-    width: of an MLP field; 0 without one.
-    kept: evaluations whose activations wait for the backward pass.
-    """
-
-    runs: int
-    memories: int
-    evaluations: int = 0
-    width: int = 0
-    kept: int = 0
+    runs: int  # times that a decoder layer reads the tokens, evaluations of the field `layer` included
+    memories: int  # members with keys and values in the next segment
+    evaluations: int = 0  # of the block's field for each token; 0 without a block
+    width: int = 0  # of an MLP field; 0 without one
+    kept: int = 0  # evaluations whose activations wait for the backward pass
     is_adjoint: bool = False
-    shared: int = 0
-    blended: int = 0
+    shared: int = 0  # members with the same keys and values in this segment, if the memory passes a gradient
+    blended: int = 0  # members whose memory is a mean of their input and output
 
     def projected(self, is_detached: bool) -> int:
-        """Members that compute keys and values for the next segment alone."""
+        """Returns the number of members that compute keys and values only for the next segment."""
         return self.memories if is_detached else self.memories - self.shared
 
 
 def stack_of(config: LlamaConfig) -> Stack:
-    """Raises `ValueError` for a block whose evaluations depend on the text."""
+    """Counts a configuration's stack. Raises `ValueError` for a block whose evaluations depend on the text."""
     num_layers, found = config.num_hidden_layers, find_block(config)
     shares = list(getattr(config, "memory_shares", ()))
     blended = sum(0 < share < 1 for share in shares)
@@ -46,19 +37,16 @@ def stack_of(config: LlamaConfig) -> Stack:
     block, settings = found
     position, evaluations, width, is_adjoint = block.cost(settings)
     own = shares.pop(position) if shares else 1
-    shared = shares.count(0)
+    others, shared = num_layers - 1, shares.count(0)
     if not width:
-        return Stack(
-            num_layers - 1 + evaluations, num_layers, evaluations, kept=evaluations, shared=shared, blended=blended
-        )
-    if 0 < own < 1:
-        blended -= 1  # such a block has no memory
+        return Stack(others + evaluations, num_layers, evaluations, 0, evaluations, False, shared, blended)
+    blended -= 0 < own < 1  # such a block has no memory
     kept = 0 if is_adjoint else evaluations
-    return Stack(num_layers - 1, num_layers - 1, evaluations, width, kept, is_adjoint, shared, blended)
+    return Stack(others, others, evaluations, width, kept, is_adjoint, shared, blended)
 
 
 def repeated_weights(config: LlamaConfig, stack: Stack) -> float:
-    """Weights of the field by which a token is multiplied beyond once."""
+    """Returns the weights of the field, times the multiplications of a token beyond the first."""
     width, hidden_size = stack.width, config.hidden_size
     if not stack.evaluations:
         return 0

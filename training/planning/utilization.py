@@ -14,14 +14,13 @@ from .passes import weights_of
 
 
 def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | None:
-    """The least time that this process's GPU takes for a text of this many tokens, forward and backward.
+    """Returns a function from a text's tokens to the least time of this process's GPU for them, forward and backward.
 
-    MFU is its quotient with the time that was taken. None on a CPU, in float32, where the GPU or the kind of model is
-    not known, for a depth block with an adaptive solver, and for objectives with passes of their own.
+    MFU is this time divided by the time taken. Returns None on a CPU, in float32, for unknown GPUs and kinds of models,
+    for a depth block with an adaptive solver, and for objectives with passes of their own.
     """
-    if not isinstance(recipe.objective, NextToken):
-        return None
-    if not torch.cuda.is_available() or recipe.dtype != "bfloat16" or recipe.model.kind not in KEPT_BY_KIND:
+    is_counted = isinstance(recipe.objective, NextToken) and recipe.model.kind in KEPT_BY_KIND
+    if not is_counted or recipe.dtype != "bfloat16" or not torch.cuda.is_available():
         return None
     peak = peak_flops(torch.cuda.get_device_name())
     if peak is None:

@@ -1,4 +1,4 @@
-"""What worker processes of tests import: it is light, and each of them imports it."""
+"""The encoders of worker processes in tests: each process imports this light module."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ WORDS = [f"w{n}" for n in range(50)]
 
 
 def encoder(calls: Path | None = None, at: str | None = None, action=None):
-    """Encodes text; writes the place of each document into a folder, and acts where one of them is read."""
+    """Returns an encoder that writes each document's place into a folder, and acts when it reads the one at `at`."""
     encode = text_encoder(word_tokenizer(WORDS), 3)
 
     def recording(documents):
@@ -33,7 +33,7 @@ def wait_for(path):
 
 
 def failing_first(failed: Path):
-    """An encoder that fails in the second file; in others it waits until then."""
+    """Returns an encoder that fails in the second file; in others it waits until then."""
     encode = encoder()
 
     def failing(documents):

@@ -10,7 +10,7 @@ from condense.training.data import preparation
 
 @contextmanager
 def stopped_before_part(number: int) -> Iterator[None]:
-    """The preparation within is stopped when it is about to write this part."""
+    """Stops the preparation in the block when it is about to write this part."""
     write = preparation.write_part_file
 
     def stop(path, kept, notes):

@@ -40,7 +40,7 @@ def encoded(tokenizer, prompt, answer, total_length=30):
 
 
 def halves(tokenizer, found):
-    """The prompt and its answer."""
+    """Returns the prompt and its answer."""
     tokens = tokenizer.convert_ids_to_tokens(found.input_ids)
     return " ".join(tokens[: found.num_given]), " ".join(tokens[found.num_given :])
 
@@ -79,7 +79,7 @@ def test_every_document_of_a_batch():
 
 
 def byte_level():
-    """Bytes, with " 4" merged into one token, and a bos in front."""
+    """Returns a tokenizer of bytes that merges " 4" into one token and puts a bos in front."""
     tokenizer = Tokenizer(models.BPE(vocab={}, merges=[]))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: n for n, letter in enumerate(["<s>", "</s>", *alphabet, "Ġ4"])}

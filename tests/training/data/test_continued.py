@@ -1,4 +1,4 @@
-"""Documents of a run that is given more steps: none is read twice while there are others, and those before stay."""
+"""Documents of a run that is given more steps: none is read twice while others are left, and former ones stay."""
 
 from collections import Counter
 
@@ -10,14 +10,14 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import Stage, load_recipe
 from condense.training.small_llama import word_tokenizer
 
-from .test_tasks import WORDS, recipe  # noqa: F401  a fixture
+from .conftest import WORDS
 from .test_text import Documents
 
 PER_STEP, AVAILABLE = 4, 120  # sequences of 8 tokens, which are two of each document
 
 
-def read(recipe, steps: int, former: list[int] = [], *overrides: str) -> list[tuple]:  # noqa: B006, F811
-    """The tokens of the sequences of all steps, in their order."""
+def read(recipe, steps: int, former: list[int] = [], *overrides: str) -> list[tuple]:  # noqa: B006
+    """Returns the places of the sequences of all steps, in order."""
     stages = [[Stage(total_length=8, steps=number)] for number in former]
     loaded = load_recipe(recipe, [f"steps={steps}", *overrides])
     examples, _ = make_examples(loaded, word_tokenizer([WORDS]), former=stages)
@@ -27,7 +27,7 @@ def read(recipe, steps: int, former: list[int] = [], *overrides: str) -> list[tu
 
 
 @pytest.mark.parametrize("overrides", [[], ["evaluation.sequences=6"]], ids=["all", "some held out"])
-def test_further_steps_read_further_documents(recipe, overrides):  # noqa: F811
+def test_further_steps_read_further_documents(recipe, overrides):
     before = read(recipe, 10, [], *overrides)
     after = read(recipe, 20, [10], *overrides)
     assert after[:40] == before and len(set(after)) == 80
@@ -35,30 +35,30 @@ def test_further_steps_read_further_documents(recipe, overrides):  # noqa: F811
     assert len(set(read(recipe, 25, [10, 20], *overrides))) == 100
 
 
-def test_fewer_steps_than_were_planned_keep_the_order(recipe):  # noqa: F811
+def test_fewer_steps_than_were_planned_keep_the_order(recipe):
     assert read(recipe, 12, [20]) == read(recipe, 20)[:48]
     assert read(recipe, 20, [20, 12]) == read(recipe, 20)
 
 
-def test_all_documents_are_read_again_where_there_are_too_few_others(recipe):  # noqa: F811
+def test_all_documents_are_read_again_where_there_are_too_few_others(recipe):
     before = read(recipe, 20)
     after = read(recipe, 50, [20])
     assert after[:80] == before
     assert set(Counter(after[80:]).values()) == {1} and len(after[80:]) == AVAILABLE
 
 
-def test_epochs_go_on_where_all_documents_have_been_read(recipe):  # noqa: F811
-    """As in a run that had all the steps from its beginning."""
+def test_epochs_go_on_where_all_documents_have_been_read(recipe):
+    """The order is that of a run with all the steps from its beginning."""
     assert read(recipe, 70, [40]) == read(recipe, 70)
     assert read(recipe, 70, [30, 40]) == read(recipe, 70)
 
 
-def test_the_limit_of_documents_holds(recipe):  # noqa: F811
+def test_the_limit_of_documents_holds(recipe):
     limit = "data.max_documents=10"
     assert set(read(recipe, 10, [5], limit)) == set(read(recipe, 5, [], limit))
 
 
-def test_packed_documents_and_ranks_that_compare_them(recipe):  # noqa: F811
+def test_packed_documents_and_ranks_that_compare_them(recipe):
     tokenizer, former = word_tokenizer([WORDS]), [[Stage(total_length=12, steps=5)]]
     loaded = load_recipe(recipe, ["data.fit=pack", "stages.0.total_length=12", "steps=10"])
     examples, _ = make_examples(loaded, tokenizer, former=former)
@@ -72,7 +72,7 @@ QUESTIONS = Documents([100] * 10 + [2000] * 4, given=2)
 
 
 def numbers(lots, total_length):
-    """The documents of all sequences of a length that a run asks for."""
+    """Returns the documents of all sequences of a length that a run asks for."""
     examples = continued(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)
     asked = max(lot.asked[total_length] for lot in lots)
     return [int(examples.sequence(number, total_length)[0].input_ids[0]) // 100 for number in range(asked)]

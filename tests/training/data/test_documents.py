@@ -1,9 +1,8 @@
-"""Documents of every format, and what is broken, by file and line."""
+"""Documents of every format, and broken ones, by file and line."""
 
 import json
 import pickle
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -14,6 +13,8 @@ from condense.training.data import shards
 from condense.training.data.documents import Document, good_documents, make_document, read_documents
 from condense.training.data.shards import Problem, open_shards
 from condense.training.recipe import Source
+
+from .hub import stream_files
 
 
 def read(*sources, summaries=False):
@@ -50,7 +51,7 @@ def test_formats(tmp_path):
 
 
 def test_text_files_of_other_systems(tmp_path):
-    """A byte order mark is no text, and a line ends with a line feed; what JSON strings hold is kept."""
+    """A byte order mark is not text, lines end with a line feed, and JSON strings are unchanged."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\rthree\n")
     assert read(Source(files=str(tmp_path / "a.txt"))) == [Document(str(tmp_path / "a.txt"), "one\ntwo\nthree\n")]
     assert read_text(tmp_path / "a.txt") == "one\ntwo\nthree\n"
@@ -178,16 +179,10 @@ def test_a_stream_of_the_hub(tmp_path, monkeypatch, kind):
         records = [{"body": f"{shard}-{n}"} for n in range(20)]
         write_json_lines(tmp_path / f"{shard}.json", records)
         pa.parquet.write_table(pa.Table.from_pylist(records), tmp_path / f"{shard}.parquet", row_group_size=7)
-    load, asked = datasets.load_dataset, []
-
-    def load_dataset(name, configuration, split, revision, streaming):
-        asked.append((name, configuration, split, revision))
-        return load(kind, data_files=str(tmp_path / f"*.{kind}"), split="train", streaming=streaming)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    asked = stream_files(monkeypatch, kind, tmp_path / f"*.{kind}")
     source = Source(hub="owner/name", name="small", revision="v1", text="body")
     everything = read(source)
-    assert asked == [("owner/name", "small", "train", "v1")]
+    assert asked == [(("owner/name", "small"), {"split": "train", "revision": "v1", "streaming": True})]
     assert [document.text for document in everything] == [f"{shard}-{n}" for shard in range(2) for n in range(20)]
     assert everything[25].where == "owner/name:shard 1 of 2:row 5"
     records = [record for shard in open_shards(source) for record in rest(shard)]
@@ -207,10 +202,7 @@ def test_a_shard_is_read_on_from_each_of_its_positions(tmp_path, monkeypatch, ki
         write_json_lines(tmp_path / f"{shard}.jsonl", [{"text": f"{shard}-{n}"} for n in range(20)])
     source = Source(files=str(tmp_path / f"*.{kind}"))
     if kind == "hub":
-        load, files = datasets.load_dataset, str(tmp_path / "*.parquet")
-        monkeypatch.setattr(
-            datasets, "load_dataset", lambda *_, **__: load("parquet", data_files=files, split="train", streaming=True)
-        )
+        stream_files(monkeypatch, "parquet", tmp_path / "*.parquet")
         source = Source(hub="owner/name")
     opened = open_shards(source)
     assert len(opened) == 3

@@ -37,6 +37,13 @@ def task(tokenizer):
     return FactsTask(tokenizer, sentences=SENTENCES)
 
 
+def text_of(tokenizer, task, num_tokens, seed):
+    """Returns a text to train on, without its first token."""
+    return plain(
+        tokenizer.decode(task.training_batch(1, num_tokens, 0, np.random.default_rng(seed))["input_ids"][0][1:])
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers(kind):
     generator, counts, answers, said = np.random.default_rng(1), set(), set(), set()
@@ -82,7 +89,7 @@ def test_texts_have_exact_lengths_and_facts_in_order_between_sentences(task, tok
 
 
 def test_facts_are_anywhere_in_the_text(task):
-    """Each gap between sentences is as likely: of two, one half each."""
+    """All gaps between sentences are equally likely."""
     starts = []
     generator = np.random.default_rng(4)
     for _ in range(600):
@@ -174,10 +181,7 @@ def test_a_text_has_as_many_questions_as_it_has_room_for(tokenizer):
 def test_brief_questions(tokenizer):
     """The answer directly follows the question's last word, and an evaluation asks none."""
     task, brief = (FactsTask(tokenizer, ["one_fact"], 4, SENTENCES, 2, share) for share in (0.3, 1.0))
-    texts = [
-        plain(tokenizer.decode(task.training_batch(1, 120, 0, np.random.default_rng(seed))["input_ids"][0][1:]))
-        for seed in range(200)
-    ]
+    texts = [text_of(tokenizer, task, 120, seed) for seed in range(200)]
     asked = [match for text in texts for match in re.findall(r"(Question: )?Where is (\w+)(\? Answer:)? (\w+)", text)]
     assert all(bool(start) == bool(end) for start, _, end, _ in asked)
     assert 0.2 < sum(not start for start, *_ in asked) / len(asked) < 0.4
@@ -185,8 +189,7 @@ def test_brief_questions(tokenizer):
         facts = re.split(r"(?:Question: )?Where is", text)[0]
         for _, person, _, answer in re.findall(r"(Question: )?Where is (\w+)(\? Answer:)? (\w+)", text):
             assert answer_to(f"{facts}Question: Where is {person}?") == answer
-    only = [brief.training_batch(1, 120, 0, np.random.default_rng(seed)) for seed in range(20)]
-    assert not any("Question" in tokenizer.decode(batch["input_ids"][0]) for batch in only)
+    assert not any("Question" in text_of(tokenizer, brief, 120, seed) for seed in range(20))
     assert "Answer :" in tokenizer.decode(brief.prompt("one_fact", 120, np.random.default_rng(0)).input_ids)
 
 
@@ -397,10 +400,7 @@ def test_distractors_are_sentences_of_the_background_at_random_places(tokenizer)
         counts.append(len(found))
         places += found
     background = FactsTask(tokenizer, ["one_fact"], 2, [*SENTENCES * 8, *named], brief=0.5, early_questions=6)
-    texts = (
-        plain(tokenizer.decode(background.training_batch(1, 400, 0, np.random.default_rng(seed))["input_ids"][0]))
-        for seed in range(200)
-    )
+    texts = [text_of(tokenizer, background, 400, seed) for seed in range(200)]
     without = np.mean([sum(text.count(sentence) for sentence in named) for text in texts])
     assert abs(np.mean(counts) - without - 2) < 0.5  # 0 to 4, each as often, more than the background has by itself
     assert min(places) < 0.2 and max(places) > 0.7

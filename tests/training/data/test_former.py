@@ -30,7 +30,7 @@ def prepared(path, tokenizer):
     data = TextData(task="text", sources=[Source(files=str(path))], prepared=path.parent / "prepared")
     folder = folder_of(data, data.sources, tokenizer, min_tokens=2)
     encode = partial(text_encoder, tokenizer, 2)
-    return prepare(folder, data, data.sources, encode, ALL, with_summaries=False)
+    return prepare(folder, data, data.sources, encode, ALL)
 
 
 @pytest.mark.parametrize("data", ["the cat\r\nsat", "\ufeffthe cat\nsat"])
@@ -49,7 +49,7 @@ def test_other_line_ends(data, tmp_path):
 
 
 def test_other_tokens_around_a_text(tmp_path, monkeypatch):
-    """Training began texts with `bos_token` only, also where the template has another first token."""
+    """Training began texts with `bos_token` only, even if the template has another first token."""
     path, tokenizer = tmp_path / "text.txt", words("<unk> $A")
     path.write_text("the cat sat")
     with monkeypatch.context() as former:
@@ -75,14 +75,14 @@ def test_other_tokens_around_a_text(tmp_path, monkeypatch):
     ],
 )
 def test_which_tokens_have_changed(template, bos, text, questions):
-    """A tokenizer as that of Llama, or one without bos_token, keeps its folders."""
+    """A tokenizer like Llama's, or one without bos_token, keeps its folders."""
     tokenizer = words(template, bos)
     assert changed_frame(tokenizer, "text") == changed_frame(tokenizer, "summarization") == text
     assert changed_frame(tokenizer, "questions") == questions
 
 
 def test_the_answer_s_first_token_is_a_label():
-    """A last token of the template stands at offset 0, where the prompt is, too."""
+    """A template's last token has offset 0, as the prompt has."""
     for template in ("<s> $A </s>", "<s> $A"):
         tokenizer = words(template)
         (found,) = question_encoder(tokenizer, 10)([Document("1", "the cat ", "sat")])

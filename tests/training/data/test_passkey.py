@@ -28,7 +28,7 @@ def examples(**data):
 
 
 def keys_by_name(tokenizer, ids):
-    """Read off the text: {name: key}, and the name that is asked for."""
+    """Reads {name: key} and the requested name off the text."""
     text = re.sub(r"(?<=\d) (?=\d)", "", tokenizer.decode(ids))
     told = re.findall(
         r"The passkey of the (\w+) is (\d+) \. Remember it carefully \. (\d+) is the passkey of the (\w+)", text
@@ -167,7 +167,7 @@ def test_the_key_asked_for_is_there_once():
 
 
 def places_of(task, passkeys):
-    """The filler gaps [B, 2] of the key asked for and of the other, counted in the text: fillers begin "The grass"."""
+    """Returns the gaps [B, 2] of the requested key and of the other one, by the fillers before them ("The grass")."""
     grass, remember = task._encode("grass")[0], task._encode("Remember")[0]
     fillers_BN = (passkeys.prompt_ids_BN == grass).cumsum(1)
     rows, at = (passkeys.prompt_ids_BN == remember).nonzero(as_tuple=True)
@@ -262,7 +262,7 @@ def test_sequences_need_room_for_the_frame():
 
 
 def test_several_keys_with_other_tokenizers(stories):
-    """Names of real tokenizers differ in length: rows of a batch have names of one."""
+    """Real tokenizers give names different lengths: rows of a batch have names of the same length."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     passkeys = PasskeyTask(tokenizer, num_keys=3).batch(20, 1_200, np.random.default_rng(0))
     for prompt, key in zip(passkeys.prompt_ids_BN, passkeys.keys, strict=True):

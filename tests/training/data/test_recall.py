@@ -30,15 +30,20 @@ QUESTIONS = {
 }
 
 
+def values_in(said):
+    """Returns {key: its values, in order} from the sentences of a text."""
+    known = defaultdict(list)
+    for key, value in re.findall(SENTENCE, said):
+        known[key].append(value)
+    return known
+
+
 def read(form, ids):
-    """What a reader of the text knows: {key: its values, in their order}, the key asked about, and all else."""
+    """Returns what a reader of a text knows: {key: its values, in order}, the key asked about, and all else."""
     text = re.fullmatch(
         rf"<s> Remember who has what \. A question follows \. (?P<said>.*?){QUESTIONS[form]}", TOKENIZER.decode(ids)
     )
-    known = defaultdict(list)
-    for key, value in re.findall(SENTENCE, text["said"]):
-        known[key].append(value)
-    return known, text["key"], re.sub(SENTENCE, "", text["said"])
+    return values_in(text["said"]), text["key"], re.sub(SENTENCE, "", text["said"])
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,7 @@ def read(form, ids):
 )
 @pytest.mark.parametrize("room", [0, 1, 77, 1200])
 def test_a_reader_knows_the_answer(form, options, sentences, answer, room):
-    """The length of the text counted by hand: six tokens a sentence, and the frame."""
+    """The expected lengths are counted by hand: six tokens a sentence, and the frame."""
     task, rows = RecallTask(TOKENIZER, 20, form, **options), 8
     frame = 1 + 9 + {"single": 11, "multi_value": 15, "overwritten": 13}[form] + answer
     assert task.length(20) == frame + 6 * sentences
@@ -136,10 +141,7 @@ def test_several_questions_of_a_text(form):
     batch = task.training_batch(60, task.length(5, 3) + 9, 4, np.random.default_rng(2))
     for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
         said, *asked = re.split(r"(?= What does the)", TOKENIZER.decode(ids))
-        known = defaultdict(list)
-        for key, value in re.findall(SENTENCE, said + " "):
-            known[key].append(value)
-        labelled, first, keys = labels != -100, len(said.split()), []
+        known, labelled, first, keys = values_in(said + " "), labels != -100, len(said.split()), []
         for number, text in enumerate(asked, 1):
             match = re.fullmatch(rf" {QUESTIONS[form]} (?P<words>[\w ]+?)(?P<stop> \.)?", text)
             keys.append(match["key"])
@@ -177,10 +179,7 @@ def test_brief_questions(form, brief):
         assert batch["input_ids"].shape == (100, tokens)
         for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
             said, *questions = re.split(r"(?= What does the)", TOKENIZER.decode(ids))
-            known = defaultdict(list)
-            for key, value in re.findall(SENTENCE, said + " "):
-                known[key].append(value)
-            first = len(said.split())
+            known, first = values_in(said + " "), len(said.split())
             for text in questions:
                 short = re.fullmatch(r" What does the (?P<key>\w+ \w+) (?P<words>[\w ]+?)( \.)?", text)
                 match = short or re.fullmatch(rf" {QUESTIONS[form]} (?P<words>[\w ]+?)( \.)?", text)
@@ -257,7 +256,7 @@ def test_a_tokenizer_without_the_words_is_named():
 
 
 def test_other_tokenizers(stories):
-    """A tokenizer of real text: words of one length are taken, so that lengths stay exact."""
+    """A tokenizer of real text: all words have the same length, so lengths stay exact."""
     tokenizer = AutoTokenizer.from_pretrained(stories)
     task = RecallTask(tokenizer, 6)
     questions = task.batch(5, 700, np.random.default_rng(0))

@@ -9,7 +9,6 @@ import signal
 import time
 from functools import partial
 
-import datasets
 import numpy as np
 import pytest
 
@@ -21,9 +20,10 @@ from condense.training.recipe import Source, TextData
 from condense.training.small_llama import word_tokenizer
 
 from ..ranks import FORKS
+from .encoders import WORDS
+from .hub import stream_files
 from .stopping import stopped_before_part
 
-WORDS = [f"w{n}" for n in range(50)]
 ALL = Need(lambda lengths: lengths, 10**9)
 
 
@@ -51,7 +51,7 @@ def data_of(path, **fields):
 def prepared(data, need=ALL, min_tokens=2, num_workers=0):
     tokenizer = word_tokenizer(WORDS)
     folder = folder_of(data, data.sources, tokenizer, min_tokens=min_tokens)
-    return prepare(folder, data, data.sources, partial(text_encoder, tokenizer, min_tokens), need, False, num_workers)
+    return prepare(folder, data, data.sources, partial(text_encoder, tokenizer, min_tokens), need, num_workers)
 
 
 def contents(store):
@@ -135,11 +135,8 @@ def test_the_folder_depends_on_what_decides_the_content(documents):
     path, _ = documents
     tokenizer, other = word_tokenizer(WORDS), word_tokenizer(WORDS[:-1])
     data = data_of(path)
-    folders = [
-        folder_of(data, data.sources, tokenizer, min_tokens=2),
-        folder_of(data, data.sources, other, min_tokens=2),
-    ]
-    folders.append(folder_of(data, data.sources, tokenizer, min_tokens=3))
+    given = ((tokenizer, 2), (other, 2), (tokenizer, 3))
+    folders = [folder_of(data, data.sources, used, min_tokens=least) for used, least in given]
     path.write_text(path.read_text() + "\n" + json.dumps({"text": "w1 w2"}))
     folders.append(folder_of(data, data.sources, tokenizer, min_tokens=2))
     assert len(set(folders)) == 4
@@ -152,10 +149,7 @@ def test_a_stream_goes_on_where_its_preparation_was_stopped(documents, monkeypat
     path, _ = documents
     lines = [line for line in path.read_text().splitlines() if line != '{"text": ']
     path.write_text("\n".join(lines))  # datasets takes no broken lines
-    load = datasets.load_dataset
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *_, **__: load("json", data_files=str(path), split="train", streaming=True)
-    )
+    stream_files(monkeypatch, "json", path)
     monkeypatch.setattr(preparation, "PART_DOCUMENTS", 128)
     data = data_of(path).model_copy(update={"sources": [Source(hub="owner/name")]})
     with stopped_before_part(3):
@@ -222,9 +216,8 @@ def test_a_killed_preparation_goes_on_with_the_same_documents(documents):
     whole = prepared(data_of(path).model_copy(update={"prepared": path.parent / "whole"}))
     assert contents(store) == contents(whole)
     assert (store.folder / "problems.jsonl").read_text() == (whole.folder / "problems.jsonl").read_text()
-    assert json.loads((store.folder / "summary.json").read_text()) == json.loads(
-        (whole.folder / "summary.json").read_text()
-    )
+    first, second = (json.loads((each.folder / "summary.json").read_text()) for each in (store, whole))
+    assert first == second
 
 
 def test_two_processes_prepare_once(documents):
@@ -242,7 +235,7 @@ def test_two_processes_prepare_once(documents):
 
 
 def several(tmp_path, files, **fields):
-    """Data of several sources, given by the lines of their files."""
+    """Returns data of several sources, given by the lines of their files."""
     sources = []
     for name, lines in files.items():
         (tmp_path / name).write_text("\n".join(lines))
@@ -317,7 +310,7 @@ def test_a_truncated_part_is_refused_by_name(documents, monkeypatch, length):
 
 
 def check_full(documents, refused):
-    """What a preparation on a full disk says, and that it goes on when there is room again."""
+    """Checks the error of a preparation on a full disk, and that it goes on when there is room again."""
     path, _ = documents
     (folder,) = (path.parent / "prepared").iterdir()
     assert f"{folder} can't be written: File too large. Make room" in refused and "data.prepared" in refused

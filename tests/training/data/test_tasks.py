@@ -6,17 +6,7 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import word_tokenizer
 
-from ..recipes import text_data, write_recipe, write_texts
-
-WORDS = "zero one two three four five six seven eight nine"
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    for name, count in (("train", 60), ("other", 12)):
-        digits = (" ".join(WORDS.split()[int(digit)] for digit in f"{n:02d}") for n in range(count))
-        write_texts(tmp_path / f"{name}.jsonl", (f"{words} " + "nine " * 14 for words in digits))
-    return write_recipe(tmp_path, "m", [(8, 20)], global_batch=4, data=text_data(tmp_path, files="train.jsonl"))
+from .conftest import WORDS
 
 
 def documents_of(examples, total_length=8):

@@ -1,6 +1,5 @@
 """Documents become sequences: nothing twice, nothing lost, nothing leaking."""
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -16,6 +15,8 @@ from condense.training.data.text import TextExamples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import word_tokenizer
 from tests.condense.models import tiny_config
+
+from ..recipes import text_data, write_recipe, write_texts
 
 
 class Documents:
@@ -118,7 +119,7 @@ def test_no_memory_passes_from_one_document_to_the_next():
 
 
 def test_reading_on_changes_no_loss():
-    """What ZeRO-3 needs: all ranks run equally many segments."""
+    """ZeRO-3 needs it: all ranks run equally many segments."""
     torch.manual_seed(0)
     model = CondenseForCausalLM(tiny_config(vocab_size=700, segment_length=4)).double()
     examples = [
@@ -129,51 +130,33 @@ def test_reading_on_changes_no_loss():
     assert len(shorter.segment_losses) == 2 and len(longer.segment_losses) == 5
 
 
-RECIPE = """
-model: m
-output: o
-data: {{task: text, fit: {fit}, sources: [{{files: "{files}"}}], prepared: {folder}/prepared}}
-stages: [{{total_length: {total_length}, steps: {steps}}}]
-global_batch: 4
-optimizer: {{warmup_steps: 1}}
-evaluation: {{sequences: {held_out}}}
-"""
-
-
-def examples_of(folder, tokenizer, **fields):
-    (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder, **fields))
-    return make_examples(load_recipe(folder / "recipe.yaml"), tokenizer)
+def examples_of(folder, tokenizer, fit, files, stage, held_out, overrides=()):
+    """Returns the examples of a recipe with one stage of (length, steps) on files of the folder."""
+    fields = {"data": text_data(folder, fit, files), "evaluation": {"sequences": held_out}}
+    path = write_recipe(folder, "m", [stage], global_batch=4, **fields)
+    return make_examples(load_recipe(path, list(overrides)), tokenizer)
 
 
 def test_rests_of_a_single_token_are_no_sequences_to_validate_with(tmp_path):
     """Documents of four tokens make one sequence of three each, so eight sequences take eight documents."""
-    documents = tmp_path / "documents.jsonl"
-    documents.write_text((json.dumps({"text": "a b"}) + "\n") * 100)
-    tokenizer = word_tokenizer(["a b"])
-    training, held_out = examples_of(
-        tmp_path, tokenizer, fit="pack", files=documents, total_length=3, steps=5, held_out=8
-    )
+    write_texts(tmp_path / "texts.jsonl", ["a b"] * 100)
+    training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "pack", "texts.jsonl", (3, 5), held_out=8)
     assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 20
 
 
 def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path):
-    documents = tmp_path / "documents.jsonl"
-    documents.write_text("".join(json.dumps({"text": "a b " * n}) + "\n" for n in (500, 50, 50, 50)))
-    tokenizer = word_tokenizer(["a b"])
-    training, held_out = examples_of(
-        tmp_path, tokenizer, fit="cut", files=documents, total_length=10, steps=5, held_out=2
-    )
+    write_texts(tmp_path / "texts.jsonl", ("a b " * n for n in (500, 50, 50, 50)))
+    training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "cut", "texts.jsonl", (10, 5), held_out=2)
     assert (held_out.first, held_out.last, training.first, training.last) == (0, 1, 1, 3)
     assert training.num_sequences(10) == 20
 
 
 def test_max_documents_limits_training_and_not_the_validation(tmp_path):
     for name, words in (("train", "a b " * 20), ("other", "b a " * 5)):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"text": words}) + "\n") * 200)
-    fields = {"fit": "cut", "files": tmp_path / "train.jsonl", "folder": tmp_path, "total_length": 10, "steps": 50}
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(held_out=150, **fields))
-    overrides = ["data.max_documents=2", f"evaluation.sources=[{{files: {tmp_path}/other.jsonl}}]"]
-    training, held_out = make_examples(load_recipe(tmp_path / "recipe.yaml", overrides), word_tokenizer(["a b"]))
+        write_texts(tmp_path / f"{name}.jsonl", [words] * 200)
+    tokenizer, other = word_tokenizer(["a b"]), f"evaluation.sources=[{{files: {tmp_path}/other.jsonl}}]"
+    overrides = ["data.max_documents=2", other]
+    training, held_out = examples_of(tmp_path, tokenizer, "cut", "train.jsonl", (10, 50), 150, overrides)
     assert (training.first, training.last, held_out.num_sequences(10)) == (0, 2, 150)
 
 
@@ -183,9 +166,7 @@ def test_a_novel_in_whole_pieces(tmp_path, stories, novel):
     text = novel.read_text(encoding="utf-8")[:60_000]
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(text, encoding="utf-8")
-    training, _ = examples_of(
-        tmp_path, tokenizer, fit="cut", files=tmp_path / "*.txt", total_length=512, steps=2, held_out=1
-    )
+    training, _ = examples_of(tmp_path, tokenizer, "cut", "*.txt", (512, 2), held_out=1)
     ids = np.array([1, *tokenizer(text, add_special_tokens=False)["input_ids"], 2])
     expected = {tuple(part) for part in ids[: len(ids) // 512 * 512].reshape(-1, 512).tolist()}
     parts = [tuple(sequence[0].input_ids.tolist()) for sequence in sequences(training, 512)]

@@ -18,6 +18,7 @@ from condense.training.data.workers import Needed, Workers
 from condense.training.recipe import Source, TextData
 
 from .encoders import WORDS, die, encoder, fail, failing_first, wait_for
+from .hub import stream_files
 from .stopping import stopped_before_part
 
 ALL = Need(lambda lengths: lengths, 10**9)
@@ -55,7 +56,7 @@ def data(tmp_path, texts, monkeypatch):
 
 def prepared(data, folder, num_workers, need=ALL, **options):
     folder.mkdir(exist_ok=True)
-    return prepare(folder, data, data.sources, partial(encoder, **options), need, False, num_workers)
+    return prepare(folder, data, data.sources, partial(encoder, **options), need, num_workers)
 
 
 def files(folder):
@@ -74,12 +75,7 @@ def test_the_same_to_the_byte(data, tmp_path, num_workers):
 
 
 def test_the_shards_of_a_hub_data_set(data, tmp_path, monkeypatch):
-    import datasets  # not in every worker process
-
-    load, paths = datasets.load_dataset, str(tmp_path / "*.parquet")
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda *_, **__: load("parquet", data_files=paths, split="train", streaming=True)
-    )
+    stream_files(monkeypatch, "parquet", tmp_path / "*.parquet")
     data = data.model_copy(update={"sources": [Source(hub="owner/name")]})
     prepared(data, tmp_path / "alone", 0)
     prepared(data, tmp_path / "workers", 2)
@@ -150,7 +146,7 @@ def test_the_first_bad_document_in_order_is_refused(data, tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_source_drops_is_counted_and_never_tokenised(tmp_path, num_workers):
-    """Of the first chunk nothing is kept."""
+    """Nothing of the first chunk is kept."""
     (tmp_path / "calls").mkdir()
     (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "w1 w2 w3", "n": {n}}}\n' for n in range(100)))
     source = Source(files=str(tmp_path / "x.jsonl"), at_least={"n": 90})
@@ -201,20 +197,22 @@ def test_an_error_in_a_shard_that_is_not_needed_ends_nothing(lines, tmp_path, ca
     data = TextData(task="text", sources=[lines], prepared=tmp_path)
     need, make_encode = Need(np.ones_like, 600), partial(failing_first, tmp_path / "failed")
     (tmp_path / "workers").mkdir()
-    store = prepare(tmp_path / "workers", data, data.sources, make_encode, need, False, 2)
+    store = prepare(tmp_path / "workers", data, data.sources, make_encode, need, 2)
     assert "1.jsonl:1: RuntimeError: too deep" in capsys.readouterr().out
     assert files(store.folder) == files(prepared(data, tmp_path / "alone", 0, need).folder)
     with pytest.raises(RuntimeError, match=r"1.jsonl:1: RuntimeError: too deep"):
-        prepare(tmp_path / "workers", data, data.sources, make_encode, ALL, False, 2)
+        prepare(tmp_path / "workers", data, data.sources, make_encode, ALL, 2)
     assert len(Store(tmp_path / "workers")) == 640
 
 
 def test_workers_read_no_further_than_is_needed(lines, tmp_path):
     """Nothing is merged. 100 documents are in two chunks; a third one follows, and the worker waits in the fourth."""
-    readings = [Reading(lines, 0, shard, number, 0, None) for number, shard in enumerate(open_shards(lines))]
+    readings = [
+        Reading(lines, 0, shard, number, with_summaries=False) for number, shard in enumerate(open_shards(lines))
+    ]
     make_encode = partial(encoder, at="0.jsonl:200", action=partial(wait_for, tmp_path / "go"))
     needed = Needed(Need(np.ones_like, 100), None, 64, [3])
-    with Workers(tmp_path, readings, make_encode, False, 1, needed, lambda *_: None) as workers:
+    with Workers(tmp_path, readings, make_encode, 1, needed, lambda *_: None) as workers:
         while workers.written[0, 0] < 3:
             workers._receive()
         (tmp_path / "go").touch()

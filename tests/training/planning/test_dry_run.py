@@ -26,10 +26,8 @@ def test_the_table_says_where_a_batch_does_not_divide():
 
 
 def test_a_row_counts_what_waves_need():
-    config, trained = (
-        CondenseConfig(**SMALL, segment_length=32),
-        recipe(512, 2, segment_length=32, schedule="wavefront"),
-    )
+    config = CondenseConfig(**SMALL, segment_length=32)
+    trained = recipe(512, 2, segment_length=32, schedule="wavefront")
     (row,) = memory_by_ranks(config, trained, PLAIN, [1])
     parts = estimate(config, trained, PLAIN, 1)
     assert row["waves"] == wave_bytes(config, trained, parts) > 0 and row["total"] == parts.total + row["waves"]

@@ -53,7 +53,7 @@ def track(kind, family, checkpointing) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("kind", ["condense", "stock"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_step_holds_what_is_estimated(family, kind, checkpointing):
-    """Weights and gradients exactly, moments but for AdamW's own counts of steps.
+    """Weights and gradients exactly, moments except for AdamW's own counts of steps.
 
     Activations within 2 %, checkpoints and the peak within 6 %.
     """

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of all storages made within: those alive, and the most that were alive at a time."""
+    """Bytes of all storages made within: how many are alive, and the most that were alive at a time."""
 
     def __init__(self, known=()):
         super().__init__()
@@ -105,13 +105,13 @@ def _checkpoint(function, *args, **options):
 
 
 def expected_peak(config, trained) -> int:
-    """Of plain autograd, as under ZeRO-0."""
+    """Returns the peak of plain autograd, as under ZeRO-0."""
     parts = estimate(config, trained, PLAIN, 1)
     return parts.memories + parts.activations + parts.hidden_gradients + parts.loss + parts.summed_gradients
 
 
 def head_gradients(config, trained) -> int:
-    """Bytes of those that a folded forward pass without checkpointing leaves: they are among the summed gradients.
+    """Returns the bytes of the head's gradients after a folded forward pass: they are among the summed gradients.
 
     The sum over several parts is in float32.
     """
@@ -360,12 +360,9 @@ def test_the_curriculums_length_that_needs_most():
     config = LlamaConfig(**SMALL)
     curriculum = {"steps": 100, "tokens_per_step": 2048, "first_segments": 2, "last_segments": 16}
     model = {"source": "m", "segment_length": 32, "checkpoint_segments": 1}
-    fields = {"model": model, "output": "o", "data": {"task": "passkey"}}
-    fields |= {"curriculum": curriculum}
-    parts = [
-        estimate(config, Recipe(**fields, gradient_checkpointing=checkpointing), PLAIN, 2)
-        for checkpointing in (False, True)
-    ]
+    fields = {"model": model, "output": "o", "data": {"task": "passkey"}, "curriculum": curriculum}
+    recipes = [Recipe(**fields, gradient_checkpointing=checkpointing) for checkpointing in (False, True)]
+    parts = [estimate(config, each, PLAIN, 2) for each in recipes]
     short = estimate(config, recipe(64, 16, segment_length=32, checkpointing=True), PLAIN, 1)
     long = estimate(config, recipe(512, 2, segment_length=32), PLAIN, 1)
     assert parts[0].activations == pytest.approx(long.activations, rel=0.1)

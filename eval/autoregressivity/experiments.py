@@ -13,7 +13,7 @@ from .grid import PROPERTIES
 from .options import AblationOptions
 
 if TYPE_CHECKING:
-    from ..runner import Results
+    from ..runner import Results, Task
 
 ABLATION = "condense.eval.autoregressivity.ablation:Ablation"
 # Each class is a task with the arguments (options, output) and the kind `ablation_NAME`.

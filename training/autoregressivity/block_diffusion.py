@@ -29,8 +29,7 @@ class BlockDiffusion(ObjectiveKind):
         if recipe.model.kind != "condense":
             raise ValueError(
                 f"objective.kind='block_diffusion' needs the memory of a folded model, and model.kind="
-                f"{recipe.model.kind!r} has none: set model.kind=condense, with a segment as long as the texts for one "
-                "without memory"
+                f"{recipe.model.kind!r} has none: set model.kind=condense; segments as long as texts leave it unused"
             )
         length = recipe.model.segment_length
         if length is not None and self.block_length is not None and length % self.block_length:
@@ -59,7 +58,7 @@ class BlockDiffusion(ObjectiveKind):
         return self._losses(model, batch, num_targets, None)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
-        """Returns the bound. Its draws depend only on each text, so every validation measures the same thing."""
+        """Returns the bound, with draws that depend only on each text, so validations compare."""
         found = []
         for row in range(len(batch["labels"])):
             text = {name: value[row : row + 1] for name, value in batch.items()}

@@ -1,7 +1,7 @@
 """The loss of a diffusion model, with a switch for each of the five properties of structured autoregressivity.
 
-The state of an image at time t is the image plus noise. The target at t is that noise, which determines the state at t
-- 1. Each image of a micro-batch gets one time and one noise, drawn anew each time it is read.
+The state of an image at time t is the image plus noise. The target is that noise, which determines the state at t - 1.
+Each time an image is read, one time and one noise are drawn.
 
 Axes: B images, P pixels, T steps.
 """
@@ -18,8 +18,8 @@ from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
 from .denoiser import LONGEST, Split
 from .diffusion import free_run, noise_between, noise_schedule, to_images
 
-# Validation measures losses at fractions n / 40 of the time, with noise that depends only on the image. Of 1,000
-# steps, # every 25th is used: an odd spacing, so experts that share out the steps modulo 2, 4 or 8 all take part.
+# Validation measures losses at fractions n / 40 of the time, with noise that depends only on the image. Of 1,000 steps,
+# every 25th is used: the spacing is odd, so experts that share out the steps modulo 2, 4 or 8 all take part.
 FRACTIONS = 40
 STEPS = (25, 50, 100, 125, 200, 250, 500, LONGEST)
 VALIDATION_SEED = 2**40
@@ -46,8 +46,8 @@ def pixel_numbers(like: torch.Tensor) -> torch.Tensor:
 def draw(places: torch.Tensor, steps: int) -> Draw:
     """Returns new noise and times for the images at these places [B].
 
-    Both depend on torch's random generator, which a checkpoint keeps, and on the place. Images on two ranks therefore
-    differ even though the ranks' generators are in the same state.
+    Both depend on the place and on torch's random generator, which a checkpoint keeps. The ranks' generators are in the
+    same state, so only the places make images on two ranks differ.
     """
     seed = int(torch.randint(2**62, ()))
     noise = normal(seed, places[:, None], pixel_numbers(places)).view(-1, 1, SIDE, SIDE)
@@ -56,10 +56,7 @@ def draw(places: torch.Tensor, steps: int) -> Draw:
 
 
 def hidden(seed: int, kind: int, places: torch.Tensor, number: int, rate: float) -> torch.Tensor:
-    """Returns which of the `number` items of each image are unknown, [B, number]: always the same share of `rate`.
-
-    The number is equal for all images and rounded down, so at least one item is known.
-    """
+    """Returns which of the `number` items of each image are unknown, [B, number]: `rate` of them, rounded down."""
     things = torch.arange(number, device=places.device)
     chances = uniform(seed, torch.full_like(places, kind)[:, None], places[:, None], things)
     return chances.argsort(dim=1, stable=True).argsort(dim=1) < int(rate * number)
@@ -69,22 +66,20 @@ def hidden(seed: int, kind: int, places: torch.Tensor, number: int, rate: float)
 class Denoising(ObjectiveKind):
     """Mean squared error of the noise that the model predicts, as in DDPM. At most one switch may be off neutral.
 
-    The loss is a mean over the pixels of all images of a step. With missing targets or masks, the divisor is the number
-    of pixels expected to have a target, averaged over all times; it is the same in every step.
+    The loss is a mean over the pixels of all images of a step. With missing targets or masks, the divisor is the
+    expected number of pixels with a target.
     """
 
     kind: Literal["denoising"] = "denoising"
     steps: int = Field(LONGEST, description="task subdivision: steps of the diffusion")
     experts: int = Field(1, ge=1, description="weight sharing: networks that divide the steps")
     split: Split = Field("interval", description="how they divide them")
-    free_running: int = Field(1, ge=1, description="teacher forcing: of so many steps, the first has the true state")
-    missing: float = Field(
-        0.0, ge=0, lt=1, description="frequent supervision: share of an image's times with no target"
-    )
+    free_running: int = Field(1, ge=1, description="teacher forcing: every so many steps, one has the true state")
+    missing: float = Field(0.0, ge=0, lt=1, description="frequent supervision: share of times with no target")
     unknown: Literal["ignore", "free_run"] = Field(
         "ignore", description="free_run: when a target is missing, the next state is the model's own"
     )
-    mask: float = Field(0.0, ge=0, lt=1, description="complete supervision: share of an image's pixels with no target")
+    mask: float = Field(0.0, ge=0, lt=1, description="complete supervision: share of pixels with no target")
     seed: int = Field(0, description="of missing targets and masks")
     fixed: bool = Field(True, description="false: missing targets and masks are drawn anew each time, as a control")
 
@@ -114,7 +109,7 @@ class Denoising(ObjectiveKind):
         return model
 
     def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the number of pixels in a micro-batch: unlike with next tokens, the first one is predicted too."""
+        """Returns the number of pixels: unlike with next tokens, the first one is predicted too."""
         return torch.tensor(batch["input_ids"].numel())
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
@@ -133,7 +128,7 @@ class Denoising(ObjectiveKind):
         return Losses(loss, (loss.detach() * num_targets)[None], own[None])
 
     def _known(self, seed: int, places: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-        """Returns which items have a target, broadcastable to [B, 1, 8, 8], and their share; None if all have one."""
+        """Returns which items have a target, broadcastable to [B, 1, 8, 8] (None: all), and their share."""
         if self.missing:
             missing = self._missing(seed, places)
             share = 1 - int(self.missing * self.steps) / self.steps
@@ -190,28 +185,23 @@ class Denoising(ObjectiveKind):
     @torch.no_grad()
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         """Returns the error at fixed times with true states and all targets: comparable across all settings."""
-        images = to_images(batch["input_ids"])
-        states, noise, times = validation_states(batch["input_ids"], images, self.steps)
+        states, noise, times = validation_states(batch["input_ids"], self.steps)
         errors = F.mse_loss(model(states, times), noise, reduction="none")
         return Losses(errors.mean(), errors.sum()[None], torch.tensor([errors.numel()]))
 
 
-def validation_states(
-    values: torch.Tensor, images: torch.Tensor, steps: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns states, noises and times at all fractions of the time except 1, when nothing is left of an image.
+def validation_states(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns states, noises and times of images at all fractions of the time except 1, when only noise is left.
 
-    States and noises are the same for any number of steps. With fewer than 1,000 steps, a time may lie between two
-    steps; a network receives it as a fraction.
+    States and noises are the same for any number of steps; a time may lie between two of fewer than 1,000 steps.
     """
     fractions = torch.arange(1, FRACTIONS, device=values.device)
     keys = torch.zeros_like(values[:, 0])
     for pixel in values.unbind(1):
         keys = keys * (2**20 + 7) + pixel  # int64 wraps
-    noise = normal(VALIDATION_SEED, keys[:, None, None], fractions[:, None], pixel_numbers(values)).view(
-        -1, 1, SIDE, SIDE
-    )
-    images = images.repeat_interleave(len(fractions), dim=0)
+    noise = normal(VALIDATION_SEED, keys[:, None, None], fractions[:, None], pixel_numbers(values))
+    noise = noise.view(-1, 1, SIDE, SIDE)
+    images = to_images(values).repeat_interleave(len(fractions), dim=0)
     levels = (fractions * (LONGEST // FRACTIONS) - 1).repeat(len(values))
     times = (fractions * (steps / FRACTIONS) - 1).repeat(len(values))  # eighths are exact
     return noise_schedule(LONGEST).add_noise(images, noise, levels), noise, times

@@ -309,13 +309,13 @@ def test_the_time_matters(model):
 
 def test_the_validation_loss_is_the_same_quantity_for_all_values(model, batch):
     values = batch["input_ids"]
-    states, noise, times = validation_states(values, to_images(values), 1000)
+    states, noise, times = validation_states(values, 1000)
     assert len(states) == 6 * 39 and times[:39].tolist() == [25 * n - 1 for n in range(1, 40)]
     for steps in denoising.STEPS:
-        others = validation_states(values, to_images(values), steps)
+        others = validation_states(values, steps)
         assert torch.equal(others[0], states) and torch.equal(others[1], noise)
         assert torch.equal((others[2] + 1) * (1000 // steps), times + 1)
-    expected = F.mse_loss(model(*validation_states(values, to_images(values), T)[::2]), noise)
+    expected = F.mse_loss(model(*validation_states(values, T)[::2]), noise)
     one_by_one = [
         switches(**ablation).evaluation_losses(model, {"input_ids": row[None]})
         for ablation in ({}, {"free_running": 4}, {"missing": 0.5, "unknown": "free_run"}, {"mask": 0.5})
@@ -332,7 +332,7 @@ def test_validation_measures_every_expert(batch, split, k):
     """One that never took part would not change the loss."""
     config = DenoiserConfig(channels=[16], num_experts=k, split=split)
     owners = SimpleNamespace(config=config)
-    _, _, times = validation_states(batch["input_ids"], to_images(batch["input_ids"]), 1000)
+    _, _, times = validation_states(batch["input_ids"], 1000)
     counts = DenoiserModel.owners(owners, times).long().bincount(minlength=k)
     assert counts.min() >= 6 * (39 // k) - 6 and counts.sum() == 6 * 39
 

@@ -46,6 +46,7 @@ class Distillation(ObjectiveKind):
 
     predicts_next_tokens: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
+    needs_folded: ClassVar[bool] = True
 
     _teacher: Any = PrivateAttr(None)
     _mixed_precision: bool = PrivateAttr(False)
@@ -53,20 +54,10 @@ class Distillation(ObjectiveKind):
     _placed: bool = PrivateAttr(False)
 
     def check(self, recipe: Any) -> None:
-        if recipe.model.kind != "condense":
+        if self.hidden_weight and (recipe.gradient_checkpointing or recipe.model.schedule == "wavefront"):
             raise ValueError(
-                f"objective.kind=distill teaches a folded model what full attention knows, and model.kind="
-                f"{recipe.model.kind!r} has full attention: set model.kind=condense"
-            )
-        if self.hidden_weight and recipe.gradient_checkpointing:
-            raise ValueError(
-                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing does not keep: set "
-                "gradient_checkpointing=false, or hidden_weight=0"
-            )
-        if self.hidden_weight and recipe.model.schedule == "wavefront":
-            raise ValueError(
-                "objective.hidden_weight compares all layers' outputs, which a wavefront does not keep: set "
-                "model.schedule=sequential (or auto), or hidden_weight=0"
+                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing and wavefronts do "
+                "not keep: set gradient_checkpointing=false and model.schedule=sequential (or auto), or hidden_weight=0"
             )
 
     def check_zero_3(self) -> None:
@@ -92,8 +83,7 @@ class Distillation(ObjectiveKind):
         check_full_attention(teacher, longest, f"objective.teacher={self.teacher!r}")
         if loading.load_tokenizer(self.teacher, teacher).get_vocab() != tokenizer.get_vocab():
             raise ValueError(
-                f"objective.teacher={self.teacher!r} has a different tokenizer from the model: name a teacher with the "
-                "same one."
+                f"objective.teacher={self.teacher!r} has a different tokenizer from the model: name another teacher."
             )
         if teacher.vocab_size != config.vocab_size:
             raise ValueError(

@@ -185,9 +185,18 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["model={kind: stock, source: start}"], "model.kind='stock' has full attention: set model.kind=condense"),
-        (["objective.hidden_weight=1", "gradient_checkpointing=true"], "gradient checkpointing does not keep"),
-        (["objective.hidden_weight=1", "model.schedule=wavefront"], "a wavefront does not keep: set model.schedule"),
+        (
+            ["model={kind: stock, source: start}"],
+            "needs a folded model, not model.kind='stock': set model.kind=condense",
+        ),
+        (
+            ["objective.hidden_weight=1", "gradient_checkpointing=true"],
+            "which gradient checkpointing and wavefronts do not keep",
+        ),
+        (
+            ["objective.hidden_weight=1", "model.schedule=wavefront"],
+            "keep: set gradient_checkpointing=false and model.schedule",
+        ),
         (["objective.weight=1.5"], "objective.weight"),
         (["objective.temperature=0"], "objective.temperature"),
         (["objective.teacher=FOLDED"], "is a folded model, which forgets like its student"),

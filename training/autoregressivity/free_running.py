@@ -39,10 +39,7 @@ class FreeRunning(ObjectiveKind):
 
     def check_zero_3(self) -> None:
         if self.steps > 1:
-            raise ValueError(
-                f"objective.steps={self.steps} reads texts token by token, and ZeRO-3 gathers all weights for each: "
-                "use ZeRO-2."
-            )
+            raise ValueError(f"objective.steps={self.steps} would gather all weights for each token: use ZeRO-2.")
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         if self.steps == 1:

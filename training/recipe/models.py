@@ -6,6 +6,7 @@ A new kind is a subclass of `ModelKind`, registered with `@MODELS.register`.
 import os
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
@@ -71,11 +72,7 @@ class ModelKind(Section):
 
     def check(self, attention: str, gradient_checkpointing: bool) -> None:
         """Raises `ValueError` for other keys of the recipe that do not fit this model."""
-        if attention not in self.attention_implementations:
-            raise ValueError(
-                f"model.kind={self.kind!r} has no attention={attention}: choose one of "
-                f"{', '.join(self.attention_implementations)}"
-            )
+        check_implemented(attention, self.attention_implementations, f"model.kind={self.kind!r}")
 
     def check_machine(self) -> None:
         """Raises `ValueError` if this machine can't run the model."""
@@ -85,6 +82,12 @@ class ModelKind(Section):
 
         ZeRO-3 gathers a weight from all ranks for each use, so all ranks must use it equally often.
         """
+
+
+def check_implemented(attention: str, names: Sequence[str], for_what: str) -> None:
+    """Raises `ValueError` for an attention that is not among `names`."""
+    if attention not in names:
+        raise ValueError(f"{for_what} has no attention={attention}: choose one of {', '.join(names)}")
 
 
 def check_not_prepared(source: str) -> PreTrainedConfig:
@@ -183,9 +186,7 @@ class CondenseModel(ModelKind):
     def check(self, attention: str, gradient_checkpointing: bool) -> None:
         super().check(attention, gradient_checkpointing)
         if self.offload_memories and not gradient_checkpointing:
-            raise ValueError(
-                "model.offload_memories=true moves what checkpoints keep: set gradient_checkpointing=true too"
-            )
+            raise ValueError("model.offload_memories=true offloads checkpoints: set gradient_checkpointing=true too")
         if self.checkpoint_segments not in (None, 1) and not gradient_checkpointing:
             raise ValueError(
                 f"model.checkpoint_segments={self.checkpoint_segments} is for gradient checkpointing: set "
@@ -196,10 +197,8 @@ class CondenseModel(ModelKind):
                 "gradient checkpointing computes each segment again alone, but model.schedule=wavefront runs several: "
                 "set model.checkpoint_segments=8 (2 or more, or auto)"
             )
-        if self.schedule == "graph" and attention not in STATIC_IMPLEMENTATIONS:
-            raise ValueError(
-                f"model.schedule=graph has no attention={attention}: choose one of {', '.join(STATIC_IMPLEMENTATIONS)}"
-            )
+        if self.schedule == "graph":
+            check_implemented(attention, tuple(STATIC_IMPLEMENTATIONS), "model.schedule=graph")
 
     def check_machine(self) -> None:
         if self.schedule == "graph" and not torch.cuda.is_available():
@@ -225,8 +224,7 @@ class StockModel(ModelKind):
     kind: Literal["stock"] = "stock"
 
     def load_config(self) -> PreTrainedConfig:
-        check_not_prepared(self.source)
-        config = loading.load_config(AutoConfig, self.source)
+        config = check_not_prepared(self.source)
         if config.model_type not in (*FAMILIES, *laboratories.STOCK_MODELS):
             raise ValueError(
                 f"model={self.source!r} is of type {config.model_type!r}: model.kind=stock trains models of the types "

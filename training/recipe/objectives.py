@@ -40,6 +40,7 @@ class ObjectiveKind(Section):
     # Whether the trained model's forward pass predicts next tokens: validation can then count answers.
     predicts_next_tokens: ClassVar[bool] = False
     takes_adapters: ClassVar[bool] = False
+    needs_folded: ClassVar[bool] = False  # models
     is_of_images: ClassVar[bool] = False
 
     def check(self, recipe: Any) -> None:
@@ -72,17 +73,6 @@ class ObjectiveKind(Section):
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         """Returns the losses of a validation batch: the training loss, or what compares with other objectives."""
         return self.losses(model, batch, 1)
-
-
-class OfDurations(ObjectiveKind):
-    """The base of objectives whose tokens have durations: only folded models take them."""
-
-    def check(self, recipe: Any) -> None:
-        if recipe.model.kind != "condense":
-            raise ValueError(
-                f"objective.kind={self.kind!r} needs a model that takes durations, and model.kind="
-                f"{recipe.model.kind!r} takes none: set model.kind=condense"
-            )
 
 
 OBJECTIVES = Registry[ObjectiveKind](

@@ -1,7 +1,6 @@
 """The keys of a recipe, their meanings, and the combinations that are refused."""
 
 import json
-from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -231,11 +230,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self):
-        checks: tuple[Callable[[Recipe], None], ...] = (
-            _check_length, _check_images, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
-        )  # fmt: skip
-        for check in checks:
-            check(self)
+        _check_length(self)
+        _check_images(self)
+        _check_model(self)
+        _check_data(self)
+        _check_resume(self)
+        _check_steps(self)
+        _check_objective(self)
         return self
 
 
@@ -313,22 +314,17 @@ def _check_images(recipe: Recipe) -> None:
 def _check_resume(recipe: Recipe) -> None:
     if recipe.resume and recipe.resume.parent.resolve() == recipe.output.resolve():
         raise ValueError(
-            f"resume={recipe.resume} lies in this run's own output, whose newest checkpoint is resumed anyway: leave "
-            "resume out, and delete later checkpoints to resume from an earlier one"
+            f"resume={recipe.resume} lies in this run's own output: leave it out, and delete any later checkpoints"
         )
 
 
 def _check_steps(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
-    if optimizer.decay_steps is None and optimizer.warmup_steps >= recipe.steps:
+    decay_steps = max(1, recipe.decay_steps)
+    if optimizer.warmup_steps + decay_steps > recipe.steps:
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves none of {recipe.steps} steps to decay in: make it "
-            "smaller, or take more steps"
-        )
-    if optimizer.warmup_steps + max(1, recipe.decay_steps) > recipe.steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={recipe.decay_steps} do not "
-            f"fit into {recipe.steps} steps: make them smaller"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves {recipe.steps - optimizer.warmup_steps} of "
+            f"{recipe.steps} steps to decay in, fewer than {decay_steps}: change one of them"
         )
     # Losses are averaged between logged lines, and a resumed run begins a new average.
     multiples = {"checkpoints.every": recipe.checkpoints.every}
@@ -340,17 +336,17 @@ def _check_steps(recipe: Recipe) -> None:
 
 
 def _check_objective(recipe: Recipe) -> None:
-    recipe.objective.check(recipe)
-    if recipe.lora is None:
-        return
-    if not recipe.objective.takes_adapters:
+    objective, model = recipe.objective, recipe.model
+    if objective.needs_folded and model.kind != "condense":
         raise ValueError(
-            f"lora does not go with objective.kind={recipe.objective.kind!r}: leave lora out, or choose next_token or "
-            "distill"
+            f"objective.kind={objective.kind!r} needs a folded model, not model.kind={model.kind!r}: set "
+            "model.kind=condense"
         )
-    schedule = getattr(recipe.model, "schedule", None)
-    if schedule in ("wavefront", "graph"):
+    objective.check(recipe)
+    if recipe.lora and not objective.takes_adapters:
+        raise ValueError(f"lora does not go with objective.kind={objective.kind!r}: choose next_token or distill")
+    schedule = getattr(model, "schedule", None)
+    if recipe.lora and schedule in ("wavefront", "graph"):
         raise ValueError(
-            f"model.schedule={schedule} runs the layers' own weights, and lora puts adapters beside them: set "
-            "model.schedule=sequential (or auto)"
+            f"model.schedule={schedule} runs the layers' own weights, without lora: set model.schedule=auto"
         )

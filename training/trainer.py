@@ -7,6 +7,7 @@ import math
 import resource
 import time
 from collections import defaultdict
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -79,14 +80,13 @@ class PendingLosses:
 
 def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, float]:
     """Returns the mean loss of segments 1, 2, 3-4, 5-8, ...: does the memory help later segments?"""
-    means, first = {}, 1
-    while first <= len(losses_S):
-        last = min(1 if first == 1 else 2 * (first - 1), len(losses_S))
-        targets = targets_S[first - 1 : last].sum().item()
+    means, num_segments = {}, len(losses_S)
+    ends = [0, *(min(2**n, num_segments) for n in range((num_segments - 1).bit_length() + 1))]
+    for first, last in pairwise(ends):
+        targets = targets_S[first:last].sum().item()
         if targets:
-            name = f"{first}" if first == last else f"{first}-{last}"
-            means[f"loss_segment_{name}"] = losses_S[first - 1 : last].sum().item() / targets
-        first = last + 1
+            name = f"{last}" if last == first + 1 else f"{first + 1}-{last}"
+            means[f"loss_segment_{name}"] = losses_S[first:last].sum().item() / targets
     return means
 
 

@@ -116,62 +116,40 @@ class Denoising(ObjectiveKind):
         images, places = to_images(batch["input_ids"]), batch["places"]
         noise, times = draw(places, self.steps)
         seed = self.seed if self.fixed else int(torch.randint(2**62, ()))
-        known, known_share = self._known(seed, places, times)
-        states, target = self._states(model, images, places, seed, known, noise, times)
+        known, share, first = self._targets(seed, places, times)
+        states, target = noise_schedule(self.steps).add_noise(images, noise, first), noise
+        if first is not times:
+            states = free_run(model, states, first, times, self.steps)
+            is_own = (first > times).view(-1, 1, 1, 1)
+            target = torch.where(is_own, noise_between(self.steps, states, images, times), noise)
         predicted = model(states, times)
         if known is None:
             loss = F.mse_loss(predicted, target)
         else:
-            loss = (known * F.mse_loss(predicted, target, reduction="none")).mean() / known_share
+            loss = (known * F.mse_loss(predicted, target, reduction="none")).mean() / share
         own = self.num_targets(batch)
         loss = loss * (own / num_targets)
         return Losses(loss, (loss.detach() * num_targets)[None], own[None])
 
-    def _known(self, seed: int, places: torch.Tensor, times: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-        """Returns which items have a target, broadcastable to [B, 1, 8, 8] (None: all), and their share."""
+    def _targets(
+        self, seed: int, places: torch.Tensor, times: torch.Tensor
+    ) -> tuple[torch.Tensor | None, float, torch.Tensor]:
+        """Returns which items have a target, broadcastable to [B, 1, 8, 8] (None: all), their share, and times [B].
+
+        From the true states at these times, the model runs freely to `times`, without gradients.
+        """
         if self.missing:
-            missing = self._missing(seed, places)
-            share = 1 - int(self.missing * self.steps) / self.steps
-            return ~missing.gather(1, times[:, None]).view(-1, 1, 1, 1), share
+            missing, first = hidden(seed, TIMES, places, self.steps, self.missing), times
+            known_B = ~missing.gather(1, times[:, None])[:, 0]
+            if self.unknown == "free_run":
+                first = torch.where(known_B, self._last_known_state(missing, times), times)
+            return known_B.view(-1, 1, 1, 1), 1 - int(self.missing * self.steps) / self.steps, first
         if self.mask:
             masked = hidden(seed, MASKS, places, NUM_PIXELS, self.mask)
-            return ~masked.view(-1, 1, SIDE, SIDE), 1 - int(self.mask * NUM_PIXELS) / NUM_PIXELS
-        return None, 1.0
-
-    def _missing(self, seed: int, places: torch.Tensor) -> torch.Tensor:
-        return hidden(seed, TIMES, places, self.steps, self.missing)
-
-    def _states(
-        self,
-        model: Any,
-        images: torch.Tensor,
-        places: torch.Tensor,
-        seed: int,
-        known: torch.Tensor | None,
-        noise: torch.Tensor,
-        times: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the states at `times`, and the noise that leads from each of them to its image.
-
-        A free run starts from the true state at an earlier, noisier time, and keeps no gradients.
-        """
-        if self.free_running > 1:
-            first = self._group_start(times)
-        elif self.missing and self.unknown == "free_run":
-            assert known is not None
-            first = torch.where(known.flatten(), self._last_known_state(self._missing(seed, places), times), times)
-        else:
-            first = times
-        states = noise_schedule(self.steps).add_noise(images, noise, first)
-        if first is times:
-            return states, noise
-        states = free_run(model, states, first, times, self.steps)
-        own = (first > times).view(-1, 1, 1, 1)
-        return states, torch.where(own, noise_between(self.steps, states, images, times), noise)
-
-    def _group_start(self, times: torch.Tensor) -> torch.Tensor:
-        """Returns the first time of the group that each time belongs to, counting from the noisy end."""
-        return times + (self.steps - 1 - times) % self.free_running
+            return ~masked.view(-1, 1, SIDE, SIDE), 1 - int(self.mask * NUM_PIXELS) / NUM_PIXELS, times
+        if self.free_running > 1:  # groups of times, from the noisy end; the first one of each has the true state
+            return None, 1.0, times + (self.steps - 1 - times) % self.free_running
+        return None, 1.0, times
 
     def _last_known_state(self, missing: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
         """Returns the nearest time from `times` [B] up whose state is known, given the missing targets [B, T].

@@ -220,11 +220,11 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _check_former_keys(cls, fields: Any) -> Any:
-        for key in fields if isinstance(fields, dict) else ():
-            if key in FORMER_KEYS:
-                raise ValueError(f"{key} is not a key of a recipe any more: write {FORMER_KEYS[key]}")
-        model = fields.get("model") if isinstance(fields, dict) else None
-        if isinstance(model, dict) and model.get("kind") == "llama":
+        if not isinstance(fields, dict):
+            return fields
+        for key in FORMER_KEYS.keys() & fields:
+            raise ValueError(f"{key} is not a key of a recipe any more: write {FORMER_KEYS[key]}")
+        if isinstance(model := fields.get("model"), dict) and model.get("kind") == "llama":
             raise ValueError("model.kind=llama is called stock now: write model.kind=stock")
         return fields
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(model: Any, lora: "LoRA") -> None:
-    """Raises `ValueError` for a target that none of the model's linear maps is called; suggests the nearest."""
+    """Raises `ValueError` for a target that is not the name of a linear map, and suggests the nearest."""
     names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in lora.targets:
         if target not in names:

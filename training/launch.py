@@ -64,7 +64,7 @@ def launch(recipe: Recipe, ranks: int | None = None, checked: bool = False) -> N
 
 
 def how_ranks_ended(exit_code: int) -> str:
-    """Explains a run's exit code; DeepSpeed's launcher passes on that of the first rank to fail."""
+    """Explains a run's exit code; DeepSpeed's launcher passes on the code of the first rank to fail."""
     number = 256 - exit_code  # of the signal that ended the rank, if any
     if number not in set(signal.Signals):
         return f"training ended with exit code {exit_code}; the message of the rank that failed is above."

@@ -48,7 +48,7 @@ def small_llama(
     initializer_range: float = 0.02,
     rope_theta: float = 10_000.0,
 ) -> LlamaForCausalLM:
-    """Returns a Llama with random weights. Raises `ValueError` for a width that four heads can't share, and no layers.
+    """Returns a Llama with random weights. Raises `ValueError` if four heads can't share the width, or without layers.
 
     `initializer_range` is the standard deviation of the weights; 0.02 is small for widths below 256. `rope_theta` is
     the base of the rotary frequencies; a small one lets a narrow head distinguish tokens up to ten positions away.

@@ -34,7 +34,7 @@ POLL_S = 0.1
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment of Python processes started here, which can import this package even if not installed."""
+    """Returns the environment of child processes in Python: they can import this package even if it isn't installed."""
     root = str(Path(condense.__file__).parents[1])
     if root in site.getsitepackages():
         return dict(os.environ)

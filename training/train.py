@@ -96,7 +96,7 @@ def run(
     zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
     checkpoint = find_checkpoint(recipe)
     former = former_stages(checkpoint, recipe) if checkpoint else []
-    # Data are prepared before joining the group: ranks waiting there for another's preparation would time out.
+    # Data are prepared before joining the group, where ranks that wait would time out.
     tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
     examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer, former=former)
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
@@ -252,10 +252,7 @@ def smaller_passes(recipe: Recipe) -> str:
 
 @contextmanager
 def run_configuration(recipe: Recipe, *configs: Any) -> Iterator[None]:
-    """Gives the configurations the values of this run; afterwards, the values that a saved model should have.
-
-    They are the configuration of the recipe's model, and of the model that the objective has made from it.
-    """
+    """Gives the models' configurations the values of this run; afterwards, the values to save."""
     values, own = recipe.model.run_configuration(), []
     for config in configs:
         changed = {name: value for name, value in values.items() if hasattr(config, name)}

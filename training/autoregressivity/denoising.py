@@ -6,15 +6,16 @@ Each time an image is read, one time and one noise are drawn.
 Axes: B images, P pixels, T steps.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ..data.digits import NUM_PIXELS, SIDE
 from ..draws import uniform
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
+from ..recipe.section import one_of
 from .denoiser import LONGEST, Split
 from .diffusion import free_run, noise_between, noise_schedule, to_images
 
@@ -71,7 +72,7 @@ class Denoising(ObjectiveKind):
     """
 
     kind: Literal["denoising"] = "denoising"
-    steps: int = Field(LONGEST, description="task subdivision: steps of the diffusion")
+    steps: Annotated[int, one_of(STEPS)] = Field(LONGEST, description="task subdivision: steps of the diffusion")
     experts: int = Field(1, ge=1, description="weight sharing: networks that divide the steps")
     split: Split = Field("interval", description="how they divide them")
     free_running: int = Field(1, ge=1, description="teacher forcing: every so many steps, one has the true state")
@@ -85,13 +86,6 @@ class Denoising(ObjectiveKind):
 
     needs_places = True
     is_of_images = True
-
-    @field_validator("steps")
-    @classmethod
-    def _check_steps(cls, steps: int) -> int:
-        if steps not in STEPS:
-            raise ValueError(f"choose one of {', '.join(map(str, STEPS))}, which divide 1,000")
-        return steps
 
     @model_validator(mode="after")
     def _check_switches(self):

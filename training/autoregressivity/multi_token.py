@@ -15,8 +15,8 @@ from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_lo
 class MultiToken(ObjectiveKind):
     """Cross-entropy of the next k tokens with k heads, averaged over all pairs of a reading token and a target.
 
-    The validation loss is that of next tokens from the first head, as without this objective. `as_generated` is the
-    mean over the same targets, each from the head that writes it when tokens are generated in blocks of k.
+    The validation loss is the next-token loss of the first head. `as_generated` is the mean over the same targets, each
+    from the head that writes it when tokens are generated in blocks of k.
     """
 
     kind: Literal["multi_token"] = "multi_token"

@@ -68,9 +68,9 @@ class Difficulty:
 class SpeechRate:
     """The durations of texts read from the beginning, in one part or several.
 
-    `length` is the texts' length. `shuffled` is the control, in which durations say nothing about their tokens. Cosine
-    durations are put in random order. A duration by difficulty is that of a random token among those so far, because
-    any other order would reveal tokens to come.
+    `length` is the texts' length. `shuffled` is the control, in which durations say nothing about their tokens: cosine
+    durations are in random order, and a duration by difficulty comes from a random token so far, because any other
+    order would reveal later tokens.
     """
 
     def __init__(self, schedule: Schedule, length: int, difficulty: Difficulty | None = None, shuffled: bool = False):

@@ -29,7 +29,7 @@ def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[s
 def _walk(loc: tuple[int | str, ...], section: type[Section], given: Any) -> tuple[list[int | str], type[Section]]:
     """Returns the keys as the user wrote them, and the section that holds the last one.
 
-    Pydantic adds the task of the data, and types where a value may have several.
+    Pydantic adds the task of the data, and types if a value may have several.
     """
     path, sections = list[int | str](), [section]
     for key in loc:

@@ -108,12 +108,12 @@ def _sections(annotation: Any) -> Iterator[type[Section]]:
         yield from _sections(argument)
 
 
-def one_of(names: Collection[str]) -> AfterValidator:
-    """Refuses a text that is not among `names`."""
+def one_of(values: Collection[Any]) -> AfterValidator:
+    """Refuses a value that is not among `values`."""
 
-    def check(value: str) -> str:
-        if value not in names:
-            raise ValueError(f"choose one of {', '.join(map(repr, names))}")
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError(f"choose one of {', '.join(map(repr, values))}")
         return value
 
     return AfterValidator(check)

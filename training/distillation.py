@@ -3,7 +3,7 @@
 Axes: B rows, N tokens, D hidden size, V vocabulary, n targets.
 """
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +20,6 @@ from condense.shared_weights import for_recomputation, share_weights
 
 from .adapters import own_model
 from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segment, next_token_losses
-
-
-class TokenLosses(NamedTuple):
-    """KL(teacher || student) at the objective's temperature, and -log p of the text's own token, per target [n]."""
-
-    divergence_n: torch.Tensor
-    cross_entropy_n: torch.Tensor
 
 
 @OBJECTIVES.register
@@ -127,13 +120,13 @@ class Distillation(ObjectiveKind):
             known = self._teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
         target_BN = F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
         counted_BN = target_BN != IGNORE_INDEX
-        tokens = token_losses(
+        divergence_n, cross_entropy_n = token_losses(
             (own.lm_head, self._teacher.lm_head),
             (read.last_hidden_state[counted_BN], known.last_hidden_state[counted_BN]),
             target_BN[counted_BN],
             self.temperature,
         )
-        loss_n = self.weight * self.temperature**2 * tokens.divergence_n + (1 - self.weight) * tokens.cross_entropy_n
+        loss_n = self.weight * self.temperature**2 * divergence_n + (1 - self.weight) * cross_entropy_n
         if with_layers:
             distances = [
                 relative_distance(student[counted_BN], teacher[counted_BN])
@@ -160,10 +153,12 @@ def place(teacher: Any, student: Any, shares_weights: bool) -> None:
         parameter.data = own[name].data if shares_weights else parameter.data.to(weight.dtype)
 
 
-def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float) -> TokenLosses:
-    """Returns the losses of targets; `heads` and `hidden_nD` are the student's and the teacher's.
+def token_losses(
+    heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns KL(teacher || student) at a temperature, and -log p of the text's own token, per target [n].
 
-    Only a few targets have logits at a time.
+    `heads` and `hidden_nD` are the student's and the teacher's. Only a few targets have logits at a time.
     """
     at_once = max_tokens(heads[0].weight.shape[0])
     parts = zip(*(tensor.split(at_once) for tensor in (*hidden_nD, target_n)), strict=True)
@@ -171,7 +166,7 @@ def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature
         block = for_recomputation(_block)
         found = [checkpoint(block, heads, *part, temperature, use_reentrant=False) for part in parts]
     divergences, cross_entropies = zip(*found, strict=True)
-    return TokenLosses(torch.cat(divergences), torch.cat(cross_entropies))
+    return torch.cat(divergences), torch.cat(cross_entropies)
 
 
 def _block(heads, student_nD, teacher_nD, target_n, temperature) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,9 +77,8 @@ def how_ranks_ended(exit_code: int) -> str:
 
 def _devices(ranks: int) -> list[str]:
     """Returns the launcher's options that choose devices; with `--num_gpus` it ignores CUDA_VISIBLE_DEVICES."""
-    if not torch.cuda.is_available():
-        return ["--num_accelerators", str(ranks)]
-    if not (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if torch.cuda.is_available() else None
+    if not visible:
         return ["--num_gpus", str(ranks)]
     numbers = visible.split(",")
     if not all(number.strip().isdecimal() for number in numbers) or ranks > len(numbers):

@@ -6,7 +6,7 @@ Each time an image is read, one time and one noise are drawn.
 Axes: B images, P pixels, T steps.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,32 +28,21 @@ TIMES, MASKS = 0, 1  # two draws from one seed
 SMALLEST = 2.0**-54  # half the smallest step between uniform numbers
 
 
-class Draw(NamedTuple):
-    """The noise [B, 1, 8, 8] and the time [B] of each image."""
-
-    noise: torch.Tensor
-    times: torch.Tensor
-
-
 def normal(seed: int, *indices: torch.Tensor) -> torch.Tensor:
     """Returns standard normal numbers, float32, determined by their indices."""
     return torch.special.ndtri(uniform(seed, *indices).clamp_min(SMALLEST)).float()
 
 
-def pixel_numbers(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(NUM_PIXELS, device=like.device)
-
-
-def draw(places: torch.Tensor, steps: int) -> Draw:
-    """Returns new noise and times for the images at these places [B].
+def draw(places: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns new noise [B, 1, 8, 8] and times [B] for the images at these places [B].
 
     Both depend on the place and on torch's random generator, which a checkpoint keeps. The ranks' generators are in the
     same state, so only the places make images on two ranks differ.
     """
     seed = int(torch.randint(2**62, ()))
-    noise = normal(seed, places[:, None], pixel_numbers(places)).view(-1, 1, SIDE, SIDE)
+    noise = normal(seed, places[:, None], torch.arange(NUM_PIXELS, device=places.device)).view(-1, 1, SIDE, SIDE)
     times = (uniform(seed, places, torch.full_like(places, NUM_PIXELS)) * steps).long()
-    return Draw(noise, times)
+    return noise, times
 
 
 def hidden(seed: int, kind: int, places: torch.Tensor, number: int, rate: float) -> torch.Tensor:
@@ -168,10 +157,11 @@ def validation_states(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, t
     States and noises are the same for any number of steps; a time may lie between two of fewer than 1,000 steps.
     """
     fractions = torch.arange(1, FRACTIONS, device=values.device)
+    pixels = torch.arange(NUM_PIXELS, device=values.device)
     keys = torch.zeros_like(values[:, 0])
     for pixel in values.unbind(1):
         keys = keys * (2**20 + 7) + pixel  # int64 wraps
-    noise = normal(VALIDATION_SEED, keys[:, None, None], fractions[:, None], pixel_numbers(values))
+    noise = normal(VALIDATION_SEED, keys[:, None, None], fractions[:, None], pixels)
     noise = noise.view(-1, 1, SIDE, SIDE)
     images = to_images(values).repeat_interleave(len(fractions), dim=0)
     levels = (fractions * (LONGEST // FRACTIONS) - 1).repeat(len(values))

@@ -37,8 +37,8 @@ class SyntheticStates(ObjectiveKind):
     def check(self, recipe: Any) -> None:
         if self.states and isinstance(recipe.data, GeneratedData):
             raise ValueError(
-                f"objective.states={self.states}: answers of data.task={recipe.data.task} are counted without "
-                "synthetic states; choose another data.task, or states=0"
+                f"objective.states={self.states}: the accuracy of answers (data.task={recipe.data.task}) is counted "
+                "without synthetic states; choose another data.task, or states=0"
             )
         self._check_segments(getattr(recipe.model, "segment_length", None))
 

@@ -314,17 +314,17 @@ def _check_images(recipe: Recipe) -> None:
 def _check_resume(recipe: Recipe) -> None:
     if recipe.resume and recipe.resume.parent.resolve() == recipe.output.resolve():
         raise ValueError(
-            f"resume={recipe.resume} lies in this run's own output: leave it out, and delete any later checkpoints"
+            f"resume={recipe.resume} lies in this run's own output: leave it out, and delete the checkpoints after it"
         )
 
 
 def _check_steps(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
-    decay_steps = max(1, recipe.decay_steps)
-    if optimizer.warmup_steps + decay_steps > recipe.steps:
+    left, needed = max(0, recipe.steps - optimizer.warmup_steps), max(1, recipe.decay_steps)
+    if left < needed:
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves {recipe.steps - optimizer.warmup_steps} of "
-            f"{recipe.steps} steps to decay in, fewer than {decay_steps}: change one of them"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves {left} of {recipe.steps} steps to decay in, fewer "
+            f"than {needed}: change one of them"
         )
     # Losses are averaged between logged lines, and a resumed run begins a new average.
     multiples = {"checkpoints.every": recipe.checkpoints.every}

@@ -185,17 +185,11 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            ["model={kind: stock, source: start}"],
-            "needs a folded model, not model.kind='stock': set model.kind=condense",
-        ),
-        (
-            ["objective.hidden_weight=1", "gradient_checkpointing=true"],
-            "which gradient checkpointing and wavefronts do not keep",
-        ),
+        (["model={kind: stock, source: start}"], "a folded model, not model.kind='stock': set model.kind=condense"),
+        (["objective.hidden_weight=1", "gradient_checkpointing=true"], "gradient checkpointing and wavefronts do not"),
         (
             ["objective.hidden_weight=1", "model.schedule=wavefront"],
-            "keep: set gradient_checkpointing=false and model.schedule",
+            "checkpointing=false and model.schedule=sequential",
         ),
         (["objective.weight=1.5"], "objective.weight"),
         (["objective.temperature=0"], "objective.temperature"),
@@ -209,10 +203,7 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
             ["model.source=SHORT"],
             "the stock model of the same weights, reads texts of up to .* max_position_embeddings=16",
         ),
-        (
-            ["model={source: HYBRID, segment_length: null}"],
-            "a depth block has no stock model of the same weights",
-        ),
+        (["model={source: HYBRID, segment_length: null}"], "a depth block has no stock model of the same weights"),
     ],
 )
 def test_refusals_come_before_the_weights(folder, options, words, tmp_path, monkeypatch):

@@ -122,16 +122,8 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["data.task.x=1"], "'data.task.x=1': data.task holds no keys"),
         (STAGES, ["stages.5.steps=1"], "'stages.5.steps=1': stages.5 holds no keys"),
         ("- seed\n", ["seed=1"], "holds a list, not keys and values"),
-        (
-            CURRICULUM,
-            ["optimizer.decay_steps=100"],
-            "warmup_steps=10 leaves 50 of 60 steps to decay in, fewer than 100: change",
-        ),
-        (
-            CURRICULUM,
-            ["optimizer.warmup_steps=60"],
-            "warmup_steps=60 leaves 0 of 60 steps to decay in, fewer than 1: change",
-        ),
+        (CURRICULUM, ["optimizer.decay_steps=100"], "warmup_steps=10 leaves 50 of 60 steps .* fewer than 100: change"),
+        (CURRICULUM, ["optimizer.warmup_steps=60"], "warmup_steps=60 leaves 0 of 60 steps to decay in, fewer than 1:"),
         (CURRICULUM, ["optimizer.final_learning_rate=1"], "final_learning_rate=1.0? is above learning_rate=0.001"),
         (CURRICULUM, ["checkpoints.every=25"], "checkpoints.every=25 is not a multiple of log_every=10"),
         (CURRICULUM, ["curriculum.patience=15"], "curriculum.patience=15 is not a multiple of log_every=10"),

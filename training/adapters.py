@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_targets(model: Any, lora: "LoRA") -> None:
-    """Raises `ValueError` for a name that none of the model's linear maps has; the message suggests the nearest."""
+    """Raises `ValueError` for a target that is not the name of a linear map, and suggests the nearest."""
     names = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for target in lora.targets:
         if target not in names:
@@ -39,13 +39,13 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
     )
     adapted = get_peft_model(model, settings)
     for module in adapted.modules():
-        if type(module) is nn.Linear:  # sums the gradients of all segments in float32, as the model's own maps do
+        if type(module) is nn.Linear:  # to sum the gradients of all segments in float32, as the model's own maps do
             module.__class__ = Linear
     return adapted
 
 
 def adapter_shapes(model: nn.Module, lora: "LoRA") -> list[torch.Size]:
-    """The shapes of the matrices that `add_adapters` makes, in its order."""
+    """Returns the shapes of the matrices that `add_adapters` makes, in its order."""
     return [
         torch.Size(shape)
         for name, module in model.named_modules()
@@ -55,6 +55,6 @@ def adapter_shapes(model: nn.Module, lora: "LoRA") -> list[torch.Size]:
 
 
 def own_model(model: Any) -> Any:
-    """The causal language model inside what Trainer, DeepSpeed and PEFT put around it."""
+    """Returns the causal language model inside the wrappers of Trainer, DeepSpeed and PEFT."""
     model = extract_model_from_parallel(model)
     return model.get_base_model() if hasattr(model, "peft_config") else model

@@ -1,4 +1,4 @@
-"""Counts the answers a model gets right. A small loss alone can also come from text that is easy to predict.
+"""Counts the answers that a model gets right: a small loss may only mean that the text is easy to predict.
 
 Axes: B rows, N tokens.
 """

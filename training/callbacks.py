@@ -54,6 +54,7 @@ class Progress(TrainerCallback):
     """Shows one bar over the steps, with the last logged loss and length."""
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.shown: dict[str, float] = {}
         self.bar = ProgressBar(
             total=state.max_steps,
             initial=state.global_step,
@@ -68,10 +69,8 @@ class Progress(TrainerCallback):
         self.bar.update(1)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        shown = {name: logs[name] for name in ("loss", "eval_loss", "segments") if name in logs}
-        if shown:
-            self.shown = getattr(self, "shown", {}) | shown
-            self.bar.set_postfix(self.shown, refresh=False)
+        self.shown |= {name: logs[name] for name in ("loss", "eval_loss", "segments") if name in logs}
+        self.bar.set_postfix(self.shown, refresh=False)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()

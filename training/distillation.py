@@ -3,7 +3,7 @@
 Axes: B rows, N tokens, D hidden size, V vocabulary, n targets.
 """
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,6 @@ from .adapters import own_model
 from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segment, next_token_losses
 
 
-class TokenLosses(NamedTuple):
-    """KL(teacher || student) at the objective's temperature, and -log p of the text's own token, per target [n]."""
-
-    divergence_n: torch.Tensor
-    cross_entropy_n: torch.Tensor
-
-
 @OBJECTIVES.register
 class Distillation(ObjectiveKind):
     """weight T^2 KL(teacher || student) + (1 - weight) cross-entropy + hidden_weight distance of hidden states.
@@ -39,15 +32,14 @@ class Distillation(ObjectiveKind):
     """
 
     kind: Literal["distill"] = "distill"
-    weight: float = Field(
-        1.0, ge=0, le=1, description="of the teacher's distributions; the text's own tokens get the rest"
-    )
+    weight: float = Field(1.0, ge=0, le=1, description="of the divergence; the text's own tokens get the rest")
     temperature: float = Field(1.0, gt=0, description="divides the logits of both models for the divergence")
     hidden_weight: float = Field(0.0, ge=0, description="of the distance of hidden states, layer by layer; 0: none")
     teacher: str | None = Field(None, description="folder or hub id of a stock model; None: the model's own weights")
 
     predicts_next_tokens: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
+    needs_folded: ClassVar[bool] = True
 
     _teacher: Any = PrivateAttr(None)
     _mixed_precision: bool = PrivateAttr(False)
@@ -55,20 +47,10 @@ class Distillation(ObjectiveKind):
     _placed: bool = PrivateAttr(False)
 
     def check(self, recipe: Any) -> None:
-        if recipe.model.kind != "condense":
+        if self.hidden_weight and (recipe.gradient_checkpointing or recipe.model.schedule == "wavefront"):
             raise ValueError(
-                f"objective.kind=distill teaches a folded model what full attention knows, and model.kind="
-                f"{recipe.model.kind!r} has full attention: set model.kind=condense"
-            )
-        if self.hidden_weight and recipe.gradient_checkpointing:
-            raise ValueError(
-                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing does not keep: set "
-                "gradient_checkpointing=false, or hidden_weight=0"
-            )
-        if self.hidden_weight and recipe.model.schedule == "wavefront":
-            raise ValueError(
-                "objective.hidden_weight compares all layers' outputs, which a wavefront does not keep: set "
-                "model.schedule=sequential (or auto), or hidden_weight=0"
+                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing and wavefronts do "
+                "not keep: set gradient_checkpointing=false and model.schedule=sequential (or auto), or hidden_weight=0"
             )
 
     def check_zero_3(self) -> None:
@@ -77,16 +59,14 @@ class Distillation(ObjectiveKind):
     def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
         if self.teacher is None:
             if config.depth is not None:
-                raise ValueError(
-                    "a model with a depth block has no stock model of the same weights: name an objective.teacher."
-                )
+                raise ValueError("a depth block has no stock model of the same weights: set objective.teacher.")
             check_full_attention(config, longest, "the teacher, the stock model of the same weights,")
             return
         teacher = loading.load_config(AutoConfig, self.teacher)
         if hasattr(teacher, "segment_length"):
             raise ValueError(
-                f"objective.teacher={self.teacher!r} is a folded model, which forgets as its student does: name a "
-                "stock one (condense convert FOLDED STOCK --to stock)."
+                f"objective.teacher={self.teacher!r} is a folded model, which forgets like its student: name a stock "
+                "one (condense convert FOLDED STOCK --to stock)."
             )
         if teacher.model_type not in FAMILIES:
             raise ValueError(
@@ -96,8 +76,7 @@ class Distillation(ObjectiveKind):
         check_full_attention(teacher, longest, f"objective.teacher={self.teacher!r}")
         if loading.load_tokenizer(self.teacher, teacher).get_vocab() != tokenizer.get_vocab():
             raise ValueError(
-                f"objective.teacher={self.teacher!r} has another tokenizer than the model: name a teacher of the same "
-                "tokenizer."
+                f"objective.teacher={self.teacher!r} has a different tokenizer from the model: name another teacher."
             )
         if teacher.vocab_size != config.vocab_size:
             raise ValueError(
@@ -108,7 +87,7 @@ class Distillation(ObjectiveKind):
         if self.hidden_weight and shape != own:
             raise ValueError(
                 f"objective.hidden_weight compares layer by layer, and {self.teacher!r} has {shape[0]} layers of width "
-                f"{shape[1]} where the model has {own[0]} of width {own[1]}: set objective.hidden_weight=0."
+                f"{shape[1]} while the model has {own[0]} of width {own[1]}: set objective.hidden_weight=0."
             )
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
@@ -134,16 +113,20 @@ class Distillation(ObjectiveKind):
         labels_BN = batch.pop("labels")
         with_layers = self.hidden_weight > 0
         read = own.model(**batch, use_cache=False, output_hidden_states=with_layers)
-        known = self._read_by_teacher(batch, own, with_layers)
+        if not self._placed:  # the student's device and dtype are known once training has begun
+            self._placed = True
+            place(self._teacher, own, self._shares_weights)
+        with torch.no_grad():
+            known = self._teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
         target_BN = F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
         counted_BN = target_BN != IGNORE_INDEX
-        tokens = token_losses(
+        divergence_n, cross_entropy_n = token_losses(
             (own.lm_head, self._teacher.lm_head),
             (read.last_hidden_state[counted_BN], known.last_hidden_state[counted_BN]),
             target_BN[counted_BN],
             self.temperature,
         )
-        loss_n = self.weight * self.temperature**2 * tokens.divergence_n + (1 - self.weight) * tokens.cross_entropy_n
+        loss_n = self.weight * self.temperature**2 * divergence_n + (1 - self.weight) * cross_entropy_n
         if with_layers:
             distances = [
                 relative_distance(student[counted_BN], teacher[counted_BN])
@@ -151,13 +134,6 @@ class Distillation(ObjectiveKind):
             ]
             loss_n = loss_n + self.hidden_weight * torch.stack(distances).mean(dim=0)
         return losses_by_segment(loss_n, counted_BN, own.config.segment_length, num_targets)
-
-    def _read_by_teacher(self, batch: dict[str, torch.Tensor], student: Any, with_layers: bool) -> Any:
-        if not self._placed:  # the student's device and dtype are known once training has begun
-            self._placed = True
-            place(self._teacher, student, self._shares_weights)
-        with torch.no_grad():
-            return self._teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         """Returns the next-token loss, and the objective's own as `distill`."""
@@ -177,15 +153,20 @@ def place(teacher: Any, student: Any, shares_weights: bool) -> None:
         parameter.data = own[name].data if shares_weights else parameter.data.to(weight.dtype)
 
 
-def token_losses(heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float) -> TokenLosses:
-    """`heads` and `hidden_nD` hold the student's and the teacher's; few targets have logits at a time."""
+def token_losses(
+    heads: Any, hidden_nD: Any, target_n: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns KL(teacher || student) at a temperature, and -log p of the text's own token, per target [n].
+
+    `heads` and `hidden_nD` are the student's and the teacher's. Only a few targets have logits at a time.
+    """
     at_once = max_tokens(heads[0].weight.shape[0])
     parts = zip(*(tensor.split(at_once) for tensor in (*hidden_nD, target_n)), strict=True)
     with share_weights():
         block = for_recomputation(_block)
         found = [checkpoint(block, heads, *part, temperature, use_reentrant=False) for part in parts]
     divergences, cross_entropies = zip(*found, strict=True)
-    return TokenLosses(torch.cat(divergences), torch.cat(cross_entropies))
+    return torch.cat(divergences), torch.cat(cross_entropies)
 
 
 def _block(heads, student_nD, teacher_nD, target_n, temperature) -> tuple[torch.Tensor, torch.Tensor]:

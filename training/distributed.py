@@ -1,8 +1,8 @@
 """The group of ranks, and the operators that DeepSpeed compiles.
 
 DeepSpeed compiles its operators on first use. If a build is killed, its lock file remains, and every later run would
-wait for it forever without a word. We build each operator in a folder of this environment's own, under a lock that ends
-with its process. Whoever holds that lock knows that the file is stale.
+wait for it forever and print nothing. So each operator is built in this environment's own folder, under a lock that
+ends with its process. The process that holds it knows that DeepSpeed's lock file is stale.
 """
 
 import functools
@@ -30,7 +30,7 @@ class Process(NamedTuple):
 
     @classmethod
     def from_environment(cls) -> "Process":
-        rank, num_ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         return cls(rank, num_ranks, "LOCAL_RANK" in os.environ)
 
     @property
@@ -43,28 +43,28 @@ def join() -> None:
     import deepspeed.comm
 
     _guard_builds()
-    # An all-reduce for CPU inference, which training never calls. It takes half a minute to compile and leaves 35 MB in
-    # /dev/shm for each rank of each run. The attribute `deepspeed.comm.torch` is PyTorch.
+    # An all-reduce for CPU inference, which training never calls. It takes half a minute to compile, and each rank
+    # leaves 35 MB in /dev/shm. The attribute `deepspeed.comm.torch` is PyTorch.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.comm.init_distributed()
     dist.barrier()
 
 
 def leave() -> None:
-    """Leaves the group: a rank that exits while the group's threads are alive may abort, and the others with it."""
+    """Leaves the group: a rank that exits while the group's threads are alive may abort itself and the others."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def is_connection_error(error: RuntimeError) -> bool:
-    """Whether a rank failed because another one has ended or can't be reached."""
+    """Returns whether a rank failed because another one has ended or can't be reached."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def _guard_builds() -> None:
     """Makes DeepSpeed build each operator under a lock that other runs of this package respect.
 
-    If the user has set TORCH_EXTENSIONS_DIR, other programs may build there too, so lock files are not removed.
+    A TORCH_EXTENSIONS_DIR that the user has set may be shared with other programs, so lock files there are kept.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -81,7 +81,7 @@ def _guard_builds() -> None:
         with FileLock(folder / f"{self.name}.lock"):
             held = folder / self.name / "lock"
             if held.exists() and folder.name.startswith(OURS):
-                print(f"{held} is left of a build that was killed: building {self.name} again", flush=True)
+                print(f"{held} is left from a build that was killed: building {self.name} again", flush=True)
                 held.unlink()
             elif held.exists():
                 print(f"waiting for {held}: if nothing is building {self.name}, remove that file", flush=True)

@@ -17,7 +17,7 @@ from .small_llama import LOOKUP, small_llama, word_tokenizer, words_of
 
 
 def common_words(files: Sequence[str], number: int) -> tuple[list[str], float]:
-    """Returns the commonest words of files or glob patterns, and the share of the texts that they make up.
+    """Returns the commonest words of files or glob patterns, and their share of the texts.
 
     Raises `ValueError` for files that can't be read.
     """

@@ -64,7 +64,7 @@ def launch(recipe: Recipe, ranks: int | None = None, checked: bool = False) -> N
 
 
 def how_ranks_ended(exit_code: int) -> str:
-    """Explains a run's exit code; DeepSpeed's launcher passes on that of the first rank to fail."""
+    """Explains a run's exit code; DeepSpeed's launcher passes on the code of the first rank to fail."""
     number = 256 - exit_code  # of the signal that ended the rank, if any
     if number not in set(signal.Signals):
         return f"training ended with exit code {exit_code}; the message of the rank that failed is above."
@@ -77,9 +77,8 @@ def how_ranks_ended(exit_code: int) -> str:
 
 def _devices(ranks: int) -> list[str]:
     """Returns the launcher's options that choose devices; with `--num_gpus` it ignores CUDA_VISIBLE_DEVICES."""
-    if not torch.cuda.is_available():
-        return ["--num_accelerators", str(ranks)]
-    if not (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if torch.cuda.is_available() else None
+    if not visible:
         return ["--num_gpus", str(ranks)]
     numbers = visible.split(",")
     if not all(number.strip().isdecimal() for number in numbers) or ranks > len(numbers):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-PATIENCE_S = 2.0  # a check by another start takes the lock for a moment
+PATIENCE_S = 2.0  # another process's check holds the lock for a moment
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def check_unlocked(folder: Path, name: str = "run") -> None:
 
 
 def was_finished(folder: Path) -> bool:
-    """Whether the last run in the folder has finished: false while it is held, and after an error or a kill."""
+    """Returns whether the folder's last run has finished: not while it runs, nor after an error or a kill."""
     path = lock_file(folder)
     return path.exists() and path.stat().st_size == 0
 

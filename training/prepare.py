@@ -1,4 +1,4 @@
-"""Tokenises documents before a run, so that training finds them and starts at once."""
+"""Tokenises documents before a run, so training finds them and starts at once."""
 
 import os
 
@@ -15,9 +15,8 @@ def num_cores() -> int:
 def prepare(recipe: Recipe, num_workers: int) -> None:
     """Prepares all documents that a recipe reads, including its evaluation's, in `num_workers` processes.
 
-    Texts that a model samples from itself are drawn in this process.
-
-    A stopped preparation resumes. Raises `ValueError` for documents that can't be read, or are too few.
+    Texts that a model samples from itself are drawn in this process. A stopped preparation resumes. Raises `ValueError`
+    if documents can't be read, or are too few.
     """
     if not isinstance(recipe.data, (DocumentData, SampleData)):
         print(f"data.task={recipe.data.task} makes its texts in training: there is nothing to prepare", flush=True)

@@ -1,12 +1,13 @@
 """A small Llama, stories and summaries, generated without a download, to try every recipe on.
 
-A story states the town, trade and possessions of its people early and repeats them later, so a model with a memory can
+A story states the town, trade and possession of its people early and repeats them later, so a model with a memory can
 predict them. An article is a story with two sentences marked as its news, which are its summary.
 """
 
 import json
 import shutil
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -108,14 +109,7 @@ def write_sample_data(folder: Path, seed: int = 0) -> None:
 
     documents = make_documents(seed)
     texts = {name: [" ".join(document.values()) for document in items] for name, items in documents.items()}
-    vocabulary = [
-        *PASSKEY_TEXTS,
-        *NAMES,
-        *RECALL_TEXTS,
-        *all_texts(),
-        *(text for items in texts.values() for text in items),
-    ]
-    tokenizer = word_tokenizer(vocabulary)
+    tokenizer = word_tokenizer([*PASSKEY_TEXTS, *NAMES, *RECALL_TEXTS, *all_texts(), *chain(*texts.values())])
     model = small_llama(tokenizer, seed, width=128, layers=4)
     lines = [f"llama: a Llama of {model.num_parameters():,} parameters, {len(tokenizer)} tokens"]
     with TemporaryDirectory() as temporary:

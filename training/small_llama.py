@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from .data.passkey import PASSKEY_TEXTS
 from .data.recall import RECALL_TEXTS
 
-# For models that look words up; a large Llama has 0.02 and 10,000. A small base lets heads of width 16 tell nearby
-# tokens apart.
+# For models that look words up; a large Llama has 0.02 and 10,000.
 LOOKUP = {"initializer_range": 0.1, "rope_theta": 10.0}
 TASKS: dict[str, tuple[list[str], dict[str, float]]] = {  # words of a task, and options of its model
     "passkey": (PASSKEY_TEXTS, {}),
@@ -49,10 +48,10 @@ def small_llama(
     initializer_range: float = 0.02,
     rope_theta: float = 10_000.0,
 ) -> LlamaForCausalLM:
-    """Raises `ValueError` for a width that four heads can't share, and for zero layers.
+    """Returns a Llama with random weights. Raises `ValueError` if four heads can't share the width, or without layers.
 
-    `initializer_range` is the standard deviation of the first weights; 0.02 is small for widths below 256. `rope_theta`
-    is the base of the rotary frequencies. A small base lets a narrow head distinguish tokens up to ten positions away.
+    `initializer_range` is the standard deviation of the weights; 0.02 is small for widths below 256. `rope_theta` is
+    the base of the rotary frequencies; a small one lets a narrow head distinguish tokens up to ten positions away.
     """
     if width < 8 or width % 8:
         raise ValueError(f"width={width}: four heads of an even size need a multiple of 8.")

@@ -2,8 +2,8 @@
 
 `condense train` starts DeepSpeed's runner, which starts its launcher, which starts the ranks. Neither runner nor
 launcher forwards every signal, and SIGKILL can't be forwarded. So the parent ends its children, and each rank watches
-its parents. The launcher also sends SIGTERM to the ranks when one of them fails, so the parent uses a different signal
-to ask for a checkpoint.
+its parents. A launcher sends SIGTERM to all ranks when one of them fails, so the parent asks for a checkpoint with a
+different signal.
 """
 
 import os
@@ -34,7 +34,7 @@ POLL_S = 0.1
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment of Python processes started here, which can import this package even if not installed."""
+    """Returns the environment of child processes in Python: they can import this package even if it isn't installed."""
     root = str(Path(condense.__file__).parents[1])
     if root in site.getsitepackages():
         return dict(os.environ)
@@ -43,51 +43,46 @@ def child_environment() -> dict[str, str]:
 
 
 def run_to_end(command: Sequence[str], environment: Mapping[str, str], **options) -> int:
-    """Runs a command and returns its exit code. SIGHUP and exceptions here end it and all its children.
+    """Runs a command in its own session and returns its exit code; signals act as in `run_all_to_end`.
 
-    The first SIGTERM or SIGUSR1 asks the ranks among the children for a checkpoint, after which they end by themselves.
-    Without ranks, or on a second signal, all children end at once. The command runs in its own session: `timeout` and
-    job managers signal this process's whole group, which would end DeepSpeed's runner.
+    `timeout` and job managers signal this process's whole group, which would end DeepSpeed's runner.
     """
+    return run_all_to_end([(command, environment)], given=None, start_new_session=True, **options)
+
+
+def run_all_to_end(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], given: bytes | None = b"", **options
+) -> int:
+    """Runs commands at once, each in its environment and with `given` as input (None: this process's input).
+
+    Returns the first nonzero exit code; a process that fails ends the others. SIGHUP and exceptions here end all of
+    them and their children. The first SIGTERM or SIGUSR1 asks the ranks among the children for a checkpoint, after
+    which they end by themselves. Without ranks, or on a second signal, all end at once.
+    """
+    processes = list[subprocess.Popen]()
+    stdin = None if given is None else subprocess.PIPE
     with _signals_as_exit() as asked:
-        process = subprocess.Popen(
-            command, env={**environment, PARENT: str(os.getpid())}, start_new_session=True, **options
-        )
         try:
-            exit_code = process.wait()
+            for command, environment in commands:
+                environment = {**environment, PARENT: str(os.getpid())}
+                processes.append(subprocess.Popen(command, env=environment, stdin=stdin, **options))
+                _write(processes[-1], given)
+            while None in (exit_codes := [process.poll() for process in processes]) and not any(exit_codes):
+                time.sleep(POLL_S)
+            exit_code = next(filter(None, exit_codes), 0)
         finally:
-            if process.returncode is None:
-                _end_tree(psutil.Process(process.pid))
+            for process in processes:
+                if process.poll() is None:
+                    _end_tree(psutil.Process(process.pid))
     if asked and exit_code not in (0, STOPPED):  # nothing to save
         sys.exit(128 + asked[0])
     return exit_code
 
 
-def run_all_to_end(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], given: bytes = b"", **options) -> int:
-    """Runs commands at once, each in its environment and with `given` as input; returns the first nonzero exit code.
-
-    A process that fails ends the others. SIGTERM, SIGHUP and exceptions here end all of them and their children.
-    """
-    processes = list[subprocess.Popen]()
-    with _signals_as_exit():
-        try:
-            for command, environment in commands:
-                environment = {**environment, PARENT: str(os.getpid())}
-                processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, **options))
-                _write(processes[-1], given)
-            while None in (exit_codes := [process.poll() for process in processes]) and not any(exit_codes):
-                time.sleep(POLL_S)
-            return next(filter(None, exit_codes), 0)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    _end_tree(psutil.Process(process.pid))
-
-
-def _write(process: subprocess.Popen, given: bytes) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # its exit code says that it has ended
-        process.stdin.write(given)
+def _write(process: subprocess.Popen, given: bytes | None) -> None:
+    if given is not None and process.stdin is not None:
+        with suppress(BrokenPipeError), process.stdin:  # its exit code says that it has ended
+            process.stdin.write(given)
 
 
 def end_with_parents() -> None:
@@ -168,9 +163,9 @@ def _is_rank(process: psutil.Process) -> bool:
 
 @contextmanager
 def _signals_as_exit() -> Iterator[list[int]]:
-    """Makes signals unwind the stack, as Ctrl-C does, except one that asks ranks for a checkpoint: it goes in the list.
+    """Makes signals unwind the stack, as Ctrl-C does; one that asks ranks for a checkpoint goes into the list instead.
 
-    Signals belong to the main thread.
+    Only the main thread receives signals.
     """
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -53,7 +53,6 @@ from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
 from condense.training.planning.operations import uncounted
-from condense.training.planning.utilization import seconds_at_peak
 from condense.training.preflight import check_run
 from condense.training.recipe import GeneratedData, Recipe, Stage, load_recipe
 from condense.training.recipe.models import CondenseModel
@@ -97,7 +96,7 @@ def run(
     zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
     checkpoint = find_checkpoint(recipe)
     former = former_stages(checkpoint, recipe) if checkpoint else []
-    # Data are prepared before joining the group: ranks waiting there for another's preparation would time out.
+    # Data are prepared before joining the group, where ranks that wait would time out.
     tokenizer = recipe.model.load_tokenizer(recipe.model.load_config())
     examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer, former=former)
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
@@ -134,7 +133,16 @@ def run(
         reporting,
     ):
         callbacks = make_callbacks(recipe, batches.curriculum, former)
-        trainer = make_trainer(recipe, model, arguments, tokenizer, batches, callbacks)
+        trainer = RecipeTrainer(
+            recipe,
+            batches.validation,
+            model=model,
+            args=arguments,
+            train_dataset=batches.training,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+        trainer.remove_callback(PrinterCallback)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)
         trainer.add_callback(stop)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -218,7 +226,7 @@ def checkpointing_options(recipe: Recipe, ranks: int) -> dict[str, Any]:
 
 
 def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArguments) -> None:
-    """Cleans up after a killed run, and writes the recipe."""
+    """Says how the run begins, cleans up after a killed one, and writes the recipe."""
     if (segments := (arguments.gradient_checkpointing_kwargs or {}).get("checkpoint_segments")) is not None:
         print(f"gradient checkpointing by groups of {segments} segments", flush=True)
     if checkpoint is not None:
@@ -229,7 +237,7 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
             flush=True,
         )
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
-        print(f"{not_counted}, so that no MFU is logged", flush=True)
+        print(f"{not_counted}, so no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
     (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
 
@@ -244,10 +252,7 @@ def smaller_passes(recipe: Recipe) -> str:
 
 @contextmanager
 def run_configuration(recipe: Recipe, *configs: Any) -> Iterator[None]:
-    """Gives the configurations the values of this run; afterwards, the values that a saved model should have.
-
-    They belong to the recipe's model and to the model that the objective has made from it, which may be the same.
-    """
+    """Gives the models' configurations the values of this run; afterwards, the values to save."""
     values, own = recipe.model.run_configuration(), []
     for config in configs:
         changed = {name: value for name, value in values.items() if hasattr(config, name)}
@@ -262,7 +267,7 @@ def run_configuration(recipe: Recipe, *configs: Any) -> Iterator[None]:
 def stage_batches(
     recipe: Recipe, examples: Examples, held_out: Examples | None, process: Process, equal_lengths: bool
 ) -> Batches:
-    """`equal_lengths` extends micro-batches to the full length, for ZeRO-3."""
+    """Returns the batches of stages; `equal_lengths` pads micro-batches to the full length, for ZeRO-3."""
     if process.launched:
         check_same_documents(examples, process.num_ranks)
     validation = ValidationBatches(recipe, held_out, equal_lengths) if held_out else None
@@ -291,46 +296,12 @@ def check_same_documents(examples: Examples, ranks: int) -> None:
         )
 
 
-def make_trainer(
-    recipe: Recipe,
-    model: Any,
-    arguments: TrainingArguments,
-    tokenizer: Any,
-    batches: Batches,
-    callbacks: list[TrainerCallback],
-) -> RecipeTrainer:
-    trainer = RecipeTrainer(
-        model=model,
-        args=arguments,
-        objective=recipe.objective,
-        by_segment=recipe.model.has_segments,
-        train_dataset=batches.training,
-        validation=batches.validation,
-        answers=counted_answers(recipe),
-        max_skipped_steps=recipe.max_skipped_steps,
-        seconds_at_peak=seconds_at_peak(recipe, model.config),
-        data_collator=_only_item,
-        processing_class=tokenizer,
-        callbacks=callbacks,
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
-
-
-def counted_answers(recipe: Recipe) -> GeneratedData | None:
-    """Returns the data whose answers validation counts; None unless the model predicts next tokens."""
-    if isinstance(recipe.data, GeneratedData) and recipe.objective.predicts_next_tokens:
-        return recipe.data
-    return None
-
-
 def make_callbacks(
     recipe: Recipe, curriculum: CurriculumState | None, former: Sequence[Sequence[Stage]]
 ) -> list[TrainerCallback]:
     """Returns callbacks in running order: a curriculum grows before the checkpoint records it and before the log."""
-    write_state = curriculum.save if curriculum else None
     complete = CompleteCheckpoints(
-        write_state,
+        curriculum.save if curriculum else None,
         recipe.checkpoints.keep,
         recipe.model_dump(mode="json"),
         contents=contents(recipe),
@@ -344,11 +315,6 @@ def make_callbacks(
         Log(recipe.output / "log.jsonl"),
         Progress(),
     ]
-
-
-def _only_item(items: list[dict]) -> dict:
-    (item,) = items
-    return item
 
 
 def validation_line(recipe: Recipe, logged: list[dict[str, float]]) -> str | None:

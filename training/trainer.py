@@ -7,11 +7,13 @@ import math
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerControl
 
@@ -20,7 +22,8 @@ from condense.progress import ProgressBar
 from .allocator import cuda_memory
 from .answer_accuracy import num_right
 from .data.batches import ValidationBatches
-from .recipe import GeneratedData, ObjectiveKind
+from .planning.utilization import seconds_at_peak
+from .recipe import GeneratedData, Recipe
 
 UNTOUCHED = "The optimizer has not moved, and the last complete checkpoint is unchanged."
 
@@ -29,31 +32,31 @@ class SegmentLosses:
     """Sums of losses and numbers of targets by segment, over micro-batches and then over ranks."""
 
     def __init__(self, device: torch.device):
-        self.device = device
         self.sums_2S = torch.zeros(2, 0, dtype=torch.float64, device=device)
 
     def add(self, losses_S: torch.Tensor, targets_S: torch.Tensor) -> None:
-        longest = max(self.sums_2S.shape[1], len(losses_S))
-        sums_2S = self.sums_2S.new_zeros(2, longest)
-        sums_2S[:, : self.sums_2S.shape[1]] += self.sums_2S
-        sums_2S[0, : len(losses_S)] += losses_S
-        sums_2S[1, : len(targets_S)] += targets_S.to(self.device)
-        self.sums_2S = sums_2S
+        own_2S = torch.stack([losses_S.to(self.sums_2S), targets_S.to(self.sums_2S)])
+        longest = max(self.sums_2S.shape[1], own_2S.shape[1])
+        self.sums_2S = _extended(self.sums_2S, longest) + _extended(own_2S, longest)
 
     def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns losses and targets [S], summed over ranks: a collective call."""
         sums_2S = self.sums_2S
         if dist.is_initialized():
-            longest = torch.tensor(sums_2S.shape[1], device=self.device)
+            longest = torch.tensor(sums_2S.shape[1], device=sums_2S.device)
             dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-            sums_2S = torch.nn.functional.pad(sums_2S, (0, int(longest) - sums_2S.shape[1]))
+            sums_2S = _extended(sums_2S, int(longest))
             dist.all_reduce(sums_2S)
-        return sums_2S[0].cpu(), sums_2S[1].cpu()
+        losses_S, targets_S = sums_2S.cpu()
+        return losses_S, targets_S
+
+
+def _extended(sums_2S: torch.Tensor, longest: int) -> torch.Tensor:
+    return pad(sums_2S, (0, longest - sums_2S.shape[1]))
 
 
 class PendingLosses:
-    """Losses of micro-batches, copied to the host without waiting. If the host waited before launching the backward
-    pass, the GPU would have to finish everything else first."""
+    """Losses of micro-batches, copied to the host without waiting: the host first launches the backward pass."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[str, torch.Tensor, torch.cuda.Event | None]] = []
@@ -77,19 +80,18 @@ class PendingLosses:
 
 def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, float]:
     """Returns the mean loss of segments 1, 2, 3-4, 5-8, ...: does the memory help later segments?"""
-    means, first = {}, 1
-    while first <= len(losses_S):
-        last = min(1 if first == 1 else 2 * (first - 1), len(losses_S))
-        targets = targets_S[first - 1 : last].sum().item()
+    means, num_segments = {}, len(losses_S)
+    ends = [0, *(min(2**n, num_segments) for n in range((num_segments - 1).bit_length() + 1))]
+    for first, last in pairwise(ends):
+        targets = targets_S[first:last].sum().item()
         if targets:
-            name = f"{first}" if first == last else f"{first}-{last}"
-            means[f"loss_segment_{name}"] = losses_S[first - 1 : last].sum().item() / targets
-        first = last + 1
+            name = f"{last}" if last == first + 1 else f"{first + 1}-{last}"
+            means[f"loss_segment_{name}"] = losses_S[first:last].sum().item() / targets
     return means
 
 
 def peak_memory() -> dict[str, int]:
-    """Returns the most memory that this process has used so far, named by its kind."""
+    """Returns the most memory that this process has used so far, by its kind."""
     if torch.cuda.is_available():
         return cuda_memory()
     return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
@@ -101,12 +103,19 @@ def text_lengths(inputs: dict[str, torch.Tensor]) -> list[int]:
     return [length] * rows if mask is None else mask.sum(dim=1).tolist()
 
 
-def over_ranks(value: float, device: torch.device) -> float:
-    """Returns the sum over ranks: a collective call."""
-    total = torch.tensor(value, dtype=torch.float64, device=device)
+def over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Returns the sum of each value over ranks: a collective call."""
+    totals = torch.tensor(values, dtype=torch.float64, device=device)
     if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.item()
+        dist.all_reduce(totals)
+    return totals.tolist()
+
+
+def counted_answers(recipe: Recipe) -> GeneratedData | None:
+    """Returns the data whose answers validation counts; None unless the model predicts next tokens."""
+    if isinstance(recipe.data, GeneratedData) and recipe.objective.predicts_next_tokens:
+        return recipe.data
+    return None
 
 
 class RecipeTrainer(Trainer):
@@ -115,27 +124,13 @@ class RecipeTrainer(Trainer):
     control: TrainerControl
     loss_is_scaled_for_ga = True  # the objective divides by the targets of all micro-batches
 
-    def __init__(
-        self,
-        *args,
-        objective: ObjectiveKind,
-        by_segment: bool,
-        validation: ValidationBatches | None = None,
-        answers: GeneratedData | None = None,
-        max_skipped_steps: int = 0,
-        seconds_at_peak: Callable[[int], float] | None = None,
-        **kwargs,
-    ):
-        """`answers` is the generated data whose answers validation counts.
-
-        `seconds_at_peak` returns the least time that this rank's device takes for a text of the given tokens.
-        """
-        super().__init__(*args, **kwargs)
+    def __init__(self, recipe: Recipe, validation: ValidationBatches | None, **kwargs):
+        super().__init__(data_collator=itemgetter(0), **kwargs)  # a data set item is a whole micro-batch
         self.model_accepts_loss_kwargs = True  # Trainer then counts targets for the objective
-        self.objective, self.by_segment = objective, by_segment
-        self.validation, self.max_skipped_steps = validation, max_skipped_steps
-        self.answers = answers
-        self.seconds_at_peak = seconds_at_peak or (lambda tokens: math.nan)
+        self.objective, self.by_segment = recipe.objective, recipe.model.has_segments
+        self.validation, self.max_skipped_steps = validation, recipe.max_skipped_steps
+        self.answers = counted_answers(recipe)
+        self.seconds_at_peak = seconds_at_peak(recipe, self.model.config) or (lambda tokens: math.nan)
         self.names: list[str] = []  # of the micro-batches of the current step
         self.pending_losses = PendingLosses()
         self._start_window()
@@ -214,12 +209,11 @@ class RecipeTrainer(Trainer):
         if "loss" in logs:
             logs |= by_octave(*self.window.over_ranks())
             seconds = time.perf_counter() - self.window_start
-            logs["tokens_per_second"] = over_ranks(self.window_tokens, self.args.device) / seconds
-            logs["ranks"] = self.args.world_size
-            # All ranks take part, even if their device is unknown: the sum is then NaN.
-            mfu = over_ranks(self.window_at_peak / seconds, self.args.device) / self.args.world_size
-            if math.isfinite(mfu):
-                logs["mfu"] = mfu
+            # NaN if the device of a rank is unknown
+            tokens, at_peak = over_ranks([self.window_tokens, self.window_at_peak / seconds], self.args.device)
+            logs |= {"tokens_per_second": tokens / seconds, "ranks": self.args.world_size}
+            if math.isfinite(at_peak):
+                logs["mfu"] = at_peak / self.args.world_size
             logs |= peak_memory()
             if self.is_deepspeed_enabled:
                 logs["skipped_steps"] = self.model_wrapped.skipped_steps
@@ -231,33 +225,30 @@ class RecipeTrainer(Trainer):
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """Returns the mean loss over all targets of the validation sequences, which are divided among the ranks.
 
-        With several sources it adds the mean of each, and it adds the objective's further losses. For generated texts
-        it also adds the accuracy: the share of answers that the model gets right in full.
+        Adds the mean of each source if there are several, the objective's further losses, and for generated texts the
+        accuracy: the share of answers that the model gets right in full.
         """
         assert self.validation is not None
         start, model = time.perf_counter(), self.model_wrapped
         model.eval()
         sums: dict[str, SegmentLosses] = defaultdict(lambda: SegmentLosses(self.args.device))  # by loss name
-        names, right = [f"loss_{name}" for name in self.validation.source_names], [0, 0]
+        names, right = [f"loss_{name}" for name in self.validation.source_names], [0.0, 0.0]
         by_source = [SegmentLosses(self.args.device) for _ in names]
         ranks, rank = self.args.world_size, self.args.process_index
-        numbers = range(rank, len(self.validation), ranks)
         most = -(-len(self.validation) // ranks)
         for n in ProgressBar(range(most), desc="validation", unit="micro-batch", leave=False, disable=rank > 0):
             # Parameters divided among ranks need all ranks in every pass, even those with no micro-batches left.
-            batch: dict[str, Any] = self._prepare_inputs(self.validation[numbers[n] if n < len(numbers) else 0])
+            is_own = n * ranks + rank < len(self.validation)
+            number = n * ranks + rank if is_own else 0
+            batch: dict[str, Any] = self._prepare_inputs(self.validation[number])
             with self.compute_loss_context_manager():
                 output = self.objective.evaluation_losses(model, batch)
                 now = num_right(model, batch, self.answers.background) if self.answers else (0, 0)
-            is_own = n < len(numbers)
-            for name, found in [("loss", output), *((f"loss_{name}", one) for name, one in output.further.items())]:
-                own = sums[name]  # on all ranks, to be summed over them
-                if is_own:
-                    own.add(found.sums_S, found.targets_S)
-            if is_own:
-                right = [sum(pair) for pair in zip(right, now, strict=True)]
-                if names:
-                    by_source[self.validation.source(numbers[n])].add(output.sums_S, output.targets_S)
+            parts = [(sums["loss"], output), *((sums[f"loss_{name}"], one) for name, one in output.further.items())]
+            parts += [(by_source[self.validation.source(number)], output)] if names else []
+            for total, found in parts:
+                total.add(found.sums_S * is_own, found.targets_S * is_own)
+            right = [total + is_own * one for total, one in zip(right, now, strict=True)]
         model.train()
         totals = {name: one.over_ranks() for name, one in (*sums.items(), *zip(names, by_source, strict=True))}
         metrics = {
@@ -268,7 +259,7 @@ class RecipeTrainer(Trainer):
         if self.by_segment:
             metrics |= by_octave(*totals["loss"])
         if self.answers:
-            given, asked = (over_ranks(number, self.args.device) for number in right)
+            given, asked = over_ranks(right, self.args.device)
             metrics[f"{self.answers.task}_accuracy"] = given / asked
         metrics["seconds"] = time.perf_counter() - start
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

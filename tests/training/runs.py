@@ -122,8 +122,13 @@ def train_with(arguments: list[str]) -> None:
     train.main()
 
 
-def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, gradient norms and weights of one process without Trainer and DeepSpeed: a step's rows are one sum."""
+def plain_training(
+    recipe: Recipe, ranks=2, rates: list[float] | None = None
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and weights of one process without Trainer and DeepSpeed: a step's rows are one sum.
+
+    `rates` are the learning rates of the steps; None: the schedule of the recipe.
+    """
     torch.manual_seed(recipe.seed)
     model = CondenseForCausalLM.from_pretrained(recipe.model.source)
     model = recipe.objective.prepare_model(model, recipe).train()
@@ -142,7 +147,7 @@ def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], d
     optimizer = torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=(settings.beta1, settings.beta2), eps=settings.eps
     )
-    rates = get_wsd_schedule(
+    schedule = get_wsd_schedule(
         optimizer,
         settings.warmup_steps,
         recipe.decay_steps,
@@ -159,8 +164,10 @@ def plain_training(recipe: Recipe, ranks=2) -> tuple[list[float], list[float], d
         loss = sum(model(**part, num_items_in_batch=targets).loss for part in parts)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)))
+        for group in optimizer.param_groups if rates else ():
+            group["lr"] = rates[step]
         optimizer.step()
-        rates.step()
+        schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if curriculum is not None:

@@ -123,7 +123,7 @@ def test_a_teacher_shares_the_frozen_weights(recipe):
         (["lora.targets=[q_prj]"], "no linear map 'q_prj': did you mean 'q_proj'"),
         (["lora.targets=[]"], "lora.targets"),
         (["lora.rank=0"], "lora.rank"),
-        (["model.schedule=wavefront"], "lora puts adapters beside them: set model.schedule=sequential"),
+        (["model.schedule=wavefront"], "without lora: set model.schedule=auto"),
         (["objective={kind: multi_token, tokens: 2}"], "lora does not go with objective.kind='multi_token'"),
     ],
 )

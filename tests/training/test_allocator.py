@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM
-from condense.training import allocator, train
+from condense.training import allocator, train, trainer
 from condense.training.planning.operations import count_operations
 from condense.training.planning.speed import parse_rate
 from condense.training.planning.utilization import seconds_at_peak
@@ -120,7 +120,7 @@ def test_the_share_of_the_peak_is_that_of_the_plans_operations(path, tmp_path, m
     assert seconds_at_peak(trained, config) is None  # on a CPU
     assert 4 * at_peak(120) == pytest.approx(operations / 989e12)
 
-    monkeypatch.setattr(train, "seconds_at_peak", lambda recipe, config: at_peak)
+    monkeypatch.setattr(trainer, "seconds_at_peak", lambda recipe, config: at_peak)
     train.train(trained)
     for line in log_lines(tmp_path):
         assert line["ranks"] == 1

@@ -185,25 +185,25 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["model={kind: stock, source: start}"], "model.kind='stock' has full attention: set model.kind=condense"),
-        (["objective.hidden_weight=1", "gradient_checkpointing=true"], "gradient checkpointing does not keep"),
-        (["objective.hidden_weight=1", "model.schedule=wavefront"], "a wavefront does not keep: set model.schedule"),
+        (["model={kind: stock, source: start}"], "a folded model, not model.kind='stock': set model.kind=condense"),
+        (["objective.hidden_weight=1", "gradient_checkpointing=true"], "gradient checkpointing and wavefronts do not"),
+        (
+            ["objective.hidden_weight=1", "model.schedule=wavefront"],
+            "checkpointing=false and model.schedule=sequential",
+        ),
         (["objective.weight=1.5"], "objective.weight"),
         (["objective.temperature=0"], "objective.temperature"),
-        (["objective.teacher=FOLDED"], "is a folded model, which forgets as its student does"),
+        (["objective.teacher=FOLDED"], "is a folded model, which forgets like its student"),
         (["objective.teacher=WIDE"], "has logits for 70 tokens and the model for 60"),
         (["objective.teacher=GPT"], "is of type 'gpt2': name a model of one of the types llama"),
-        (["objective.teacher=OTHER"], "has another tokenizer than the model"),
-        (["objective.teacher=DEEP", "objective.hidden_weight=1"], "has 3 layers of width 16 where the model has 2"),
+        (["objective.teacher=OTHER"], "has a different tokenizer from the model"),
+        (["objective.teacher=DEEP", "objective.hidden_weight=1"], "has 3 layers of width 16 while the model has 2"),
         (["objective.teacher=SHORT"], "SHORT' reads texts of up to .* max_position_embeddings=16: use shorter texts"),
         (
             ["model.source=SHORT"],
             "the stock model of the same weights, reads texts of up to .* max_position_embeddings=16",
         ),
-        (
-            ["model={source: HYBRID, segment_length: null}"],
-            "a model with a depth block has no stock model of the same weights",
-        ),
+        (["model={source: HYBRID, segment_length: null}"], "a depth block has no stock model of the same weights"),
     ],
 )
 def test_refusals_come_before_the_weights(folder, options, words, tmp_path, monkeypatch):

@@ -83,7 +83,7 @@ def test_a_build_that_was_killed_is_done_again(operator, tmp_path):
             end(other)
     printed = [file.read_text() for file in files]
     assert all(output.endswith("joined\n") for output in printed)
-    assert sum("is left of a build that was killed" in output for output in printed) == 1
+    assert sum("is left from a build that was killed" in output for output in printed) == 1
     assert not locks[0].exists()
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from condense.cli import app
-from condense.training import train
+from condense.training import train, trainer
 from condense.training.checkpoints.resume import find_checkpoint
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.generated import make_generated_task
@@ -123,7 +123,7 @@ def test_which_objectives_answers_are_counted_for(folder, objective, counted):
         folder / "recipe.yaml",
         ["stages=[{total_length: 60, steps: 8}]", "global_batch=8", f"objective={{{objective}}}"],
     )
-    assert train.counted_answers(recipe) == (recipe.data if counted else None)
+    assert trainer.counted_answers(recipe) == (recipe.data if counted else None)
 
 
 def test_recipes_that_do_not_fit_are_refused(folder, tmp_path):

@@ -5,17 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import condense.cli
 from condense import CondenseForCausalLM
 from condense.training import train
 from condense.training.checkpoints.resume import find_checkpoint, finished
-from condense.training.data.batches import StageBatches
-from condense.training.data.tasks import make_examples
-from condense.training.recipe import Recipe, load_recipe
+from condense.training.recipe import load_recipe
 
-from .runs import fails, folded_recipe, log_lines, logged, run, same_weights
+from .runs import fails, folded_recipe, log_lines, logged, plain_training, run, same_weights
 
 
 @pytest.fixture(scope="module")
@@ -56,26 +53,6 @@ def test_more_steps_on_two_ranks_of_zero_2(recipe, tmp_path):
     assert same_weights(tmp_path / "parts", tmp_path / "whole")
 
 
-def trained_by_hand(recipe: Recipe, rates: list[float]) -> dict[str, torch.Tensor]:
-    """The weights after one step at each rate, in a plain loop."""
-    model = CondenseForCausalLM.from_pretrained(recipe.model.source).train()
-    batches = StageBatches(recipe, make_examples(recipe, AutoTokenizer.from_pretrained(recipe.model.source))[0], 1)
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    for step, rate in enumerate(rates):
-        parts = [{n: v for n, v in batches[2 * step + part].items() if n != "name"} for part in range(2)]
-        targets = sum(int((part["labels"] != -100).sum()) for part in parts)
-        sum(model(**part, num_items_in_batch=targets).loss for part in parts).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_learning_rate_holds_from_the_checkpoint_on(recipe, tmp_path, ranks):
     """Against a plain loop: four steps at the former rates, then three at a tenth of them, with the same moments."""
@@ -87,7 +64,7 @@ def test_another_learning_rate_holds_from_the_checkpoint_on(recipe, tmp_path, ra
             run(recipe, tmp_path, *overrides)
     rates = [1e-3] * 4 + [1e-4] * 3
     assert learning_rates(tmp_path) == pytest.approx(rates, rel=1e-12)
-    weights = trained_by_hand(load_recipe(recipe, ["steps=7"]), rates)
+    _, _, weights = plain_training(load_recipe(recipe, ["output=o", "steps=7"]), 1, rates)
     trained = CondenseForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, tensor in trained.items():
         torch.testing.assert_close(tensor, weights[name], atol=2e-5, rtol=0)

@@ -6,8 +6,10 @@ import re
 import shutil
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -282,26 +284,34 @@ def test_a_loss_that_is_not_finite_stops_the_run(stages, tmp_path):
     assert [line["step"] for line in log_lines(tmp_path)] == [1]
 
 
-def train_with_an_infinite_loss(arguments: list[str]) -> None:
-    """In step 3, of 2 micro-batches, the loss of the first is infinite and its gradient finite."""
-    forward, calls, moves = CondenseForCausalLM.forward, [0], [0]
-
-    def count(*_):
-        moves[0] += 1
+def poison_micro_batch(number: int, change: Callable[[Any], None]) -> list[int]:
+    """Lets `change` alter the model's output in a micro-batch of training; returns a list with the count so far."""
+    forward, calls = CondenseForCausalLM.forward, [0]
 
     def poisoned(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
         calls[0] += self.training
-        if calls[0] == 5:
-            output.loss = output.loss + float("inf")
+        if self.training and calls[0] == number:
+            change(output)
         return output
 
     CondenseForCausalLM.forward = poisoned
-    register_optimizer_step_post_hook(count)
+    return calls
+
+
+def train_with_an_infinite_loss(arguments: list[str]) -> None:
+    """In step 3, of 2 micro-batches, the loss of the first is infinite and its gradient finite."""
+    moves = []
+
+    def add_infinity(output):
+        output.loss = output.loss + float("inf")
+
+    calls = poison_micro_batch(5, add_infinity)
+    register_optimizer_step_post_hook(lambda *_: moves.append(1))
     try:
         train_with(arguments)
     finally:
-        print(f"{calls[0]} micro-batches, {moves[0]} moves")
+        print(f"{calls[0]} micro-batches, {len(moves)} moves")
 
 
 def test_an_infinite_loss_with_a_finite_gradient_moves_no_weight(stages, tmp_path):
@@ -315,17 +325,8 @@ def test_an_infinite_loss_with_a_finite_gradient_moves_no_weight(stages, tmp_pat
 
 def train_with_a_poisoned_gradient(arguments: list[str]) -> None:
     """In step 5, of 2 micro-batches a step, rank 1 has a gradient that is not finite."""
-    forward, calls = CondenseForCausalLM.forward, [0]
-
-    def poisoned(self, *args, **kwargs):
-        output = forward(self, *args, **kwargs)
-        if self.training:
-            calls[0] += 1
-            if calls[0] == 9 and os.environ["RANK"] == "1":
-                output.loss.register_hook(lambda gradient: gradient * float("inf"))
-        return output
-
-    CondenseForCausalLM.forward = poisoned
+    if os.environ["RANK"] == "1":
+        poison_micro_batch(9, lambda output: output.loss.register_hook(lambda gradient: gradient * float("inf")))
     train_with(arguments)
 
 

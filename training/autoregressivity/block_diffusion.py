@@ -4,7 +4,7 @@ Axes: B rows, N tokens.
 """
 
 import zlib
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -12,6 +12,7 @@ from pydantic import Field
 from condense.autoregressivity import likelihood_bound, to_block_diffusion
 from condense.autoregressivity.block_diffusion import ATTENTION
 
+from ..recipe.models import check_implemented
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
 
 
@@ -25,13 +26,9 @@ class BlockDiffusion(ObjectiveKind):
     kind: Literal["block_diffusion"] = "block_diffusion"
     block_length: int | None = Field(None, ge=1, description="tokens that are written at a time; None: a segment")
 
+    needs_folded: ClassVar[bool] = True
+
     def check(self, recipe: Any) -> None:
-        if recipe.model.kind != "condense":
-            raise ValueError(
-                f"objective.kind='block_diffusion' needs the memory of a folded model, and model.kind="
-                f"{recipe.model.kind!r} has none: set model.kind=condense, with a segment as long as the texts for one "
-                "without memory"
-            )
         length = recipe.model.segment_length
         if length is not None and self.block_length is not None and length % self.block_length:
             raise ValueError(
@@ -40,11 +37,7 @@ class BlockDiffusion(ObjectiveKind):
             )
         if recipe.gradient_checkpointing:
             raise ValueError("objective.kind='block_diffusion' has no gradient checkpointing: set it to false")
-        if recipe.attention not in ("auto", *ATTENTION):
-            raise ValueError(
-                f"objective.kind='block_diffusion' has no attention={recipe.attention}: choose one of auto, "
-                f"{', '.join(ATTENTION)}"
-            )
+        check_implemented(recipe.attention, ("auto", *ATTENTION), "objective.kind='block_diffusion'")
 
     def check_zero_3(self) -> None:
         raise ValueError("objective.kind='block_diffusion' makes its model of whole weights: use ZeRO-2")
@@ -59,7 +52,7 @@ class BlockDiffusion(ObjectiveKind):
         return self._losses(model, batch, num_targets, None)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
-        """Returns the bound. Its draws depend only on each text, so every validation measures the same thing."""
+        """Returns the bound, with draws that depend only on each text, so validations compare."""
         found = []
         for row in range(len(batch["labels"])):
             text = {name: value[row : row + 1] for name, value in batch.items()}

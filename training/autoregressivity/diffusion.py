@@ -92,7 +92,7 @@ def sample(
     # Starts at the noisiest state, which the "leading" steps of diffusers' default would leave out.
     options = {"num_train_timesteps": total, "beta_schedule": SCHEDULE, "timestep_spacing": "trailing"}
     scheduler: Any = DDPMScheduler(**options) if sampler == "ddpm" else DDIMScheduler(**options)
-    # Most pixels are at the lower end, where clipping shifts an image one way. Unless the noise matches the clipped #
+    # Most pixels are at the lower end, where clipping shifts an image one way. Unless the noise matches the clipped
     # image, the shifts of 1,000 steps add up to a grey background.
     further = {} if sampler == "ddpm" else {"use_clipped_model_output": True}
     scheduler.set_timesteps(steps)

@@ -116,11 +116,8 @@ def free_running_losses(
         with torch.no_grad():
             embedded_BND = embeddings(ids_BN)
         read_BND = read_inputs(own, embedded_BND, known_BN, Expected(embeddings.weight))
-        return next_token_losses(
-            model,
-            batch | {"inputs_embeds": torch.where(known_BN[:, :, None], embeddings(ids_BN), read_BND)},
-            num_targets,
-        )
+        read_BND = torch.where(known_BN[:, :, None], embeddings(ids_BN), read_BND)
+        return next_token_losses(model, batch | {"inputs_embeds": read_BND}, num_targets)
     feedback = likeliest if kind == "argmax" else Tree(len(ids_BN), samples, width)
     read_RN = read_inputs(own, ids_BN, known_BN, feedback)
     leaves = len(read_RN) // len(ids_BN)

@@ -19,17 +19,16 @@ class FreeRunning(ObjectiveKind):
     """
 
     kind: Literal["free_running"] = "free_running"
-    steps: int = Field(1, ge=1, description="1: teacher forcing; the length of the texts or more: none at all")
+    steps: int = Field(1, ge=1, description="1: teacher forcing; the texts' length or more: none")
     feedback: Literal["argmax", "sample", "branch", "expected"] = Field(
         "argmax", description="what the model reads of its own output"
     )
-    samples: int | None = Field(None, ge=1, description="branch: tokens that every leaf of the tree goes on with")
+    samples: int | None = Field(None, ge=1, description="branch: tokens that continue each leaf of the tree")
     width: int | None = Field(None, ge=1, description="branch: leaves of a text that remain")
 
     @model_validator(mode="after")
     def _check_tree(self):
-        given = {name: getattr(self, name) for name in ("samples", "width")}
-        for name, value in given.items():
+        for name, value in (("samples", self.samples), ("width", self.width)):
             if self.feedback == "branch" and value is None:
                 raise ValueError(f"feedback=branch needs samples and width: set objective.{name}")
             if self.feedback != "branch" and value is not None:
@@ -40,10 +39,7 @@ class FreeRunning(ObjectiveKind):
 
     def check_zero_3(self) -> None:
         if self.steps > 1:
-            raise ValueError(
-                f"objective.steps={self.steps} reads texts token by token, and ZeRO-3 gathers all weights for each: "
-                "use ZeRO-2."
-            )
+            raise ValueError(f"objective.steps={self.steps} would gather all weights for each token: use ZeRO-2.")
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         if self.steps == 1:

@@ -19,8 +19,8 @@ from .feedback import free_running_losses
 class MissingTargets(ObjectiveKind):
     """Drops the target at a place in the data with probability `rate`; the loss is the mean over the rest.
 
-    Without `fixed`, the choice is drawn anew each time a text is read, with torch's generator, which a checkpoint
-    keeps. The loss is then divided by the expected number of remaining targets.
+    Without `fixed`, the choice is drawn with torch's generator each time a text is read. The loss is then divided by
+    the expected number of remaining targets.
     """
 
     kind: Literal["missing_targets"] = "missing_targets"
@@ -35,10 +35,7 @@ class MissingTargets(ObjectiveKind):
 
     def check_zero_3(self) -> None:
         if self.rate and self.unknown == "free_run":
-            raise ValueError(
-                "objective.unknown=free_run reads texts token by token, and ZeRO-3 gathers all weights for each: use "
-                "ZeRO-2."
-            )
+            raise ValueError("objective.unknown=free_run would gather all weights for each token: use ZeRO-2.")
 
     def missing(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns True [B, N] at the labels that are missing; without `fixed`, each call draws others."""

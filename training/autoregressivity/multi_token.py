@@ -10,16 +10,13 @@ from condense.configuration import IGNORE_INDEX
 
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 
-SUPERVISE_FIRST_HEAD: dict[str, Any] = {"supervised": "first_head"}
-SUPERVISE_AS_GENERATED: dict[str, Any] = {"supervised": "as_generated"}
-
 
 @OBJECTIVES.register
 class MultiToken(ObjectiveKind):
     """Cross-entropy of the next k tokens with k heads, averaged over all pairs of a reading token and a target.
 
-    The validation loss is that of next tokens from the first head, as without this objective. `as_generated` is the
-    mean over the same targets, each from the head that writes it when tokens are generated in blocks of k.
+    The validation loss is the next-token loss of the first head. `as_generated` is the mean over the same targets, each
+    from the head that writes it when tokens are generated in blocks of k.
     """
 
     kind: Literal["multi_token"] = "multi_token"
@@ -29,8 +26,8 @@ class MultiToken(ObjectiveKind):
         shortest = min((stage.total_length for stage in recipe.stages or ()), default=None)
         if shortest is not None and shortest <= self.tokens:
             raise ValueError(
-                f"objective.tokens={self.tokens} heads in texts of total_length={shortest}: no text has a target for "
-                f"the last head. Choose at most {shortest - 1} tokens, or longer texts"
+                f"objective.tokens={self.tokens}: in texts of total_length={shortest} the last head has no target; "
+                f"choose at most {shortest - 1} tokens, or longer texts"
             )
 
     def check_zero_3(self) -> None:
@@ -46,11 +43,11 @@ class MultiToken(ObjectiveKind):
         targets_BNk = targets_of_heads(batch["labels"], batch.get("attention_mask"), self.tokens)
         return targets_BNk.ne(IGNORE_INDEX).sum()
 
-    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        return next_token_losses(model, batch, num_targets)  # all heads of a model that has them
-
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         if self.tokens == 1:
             return next_token_losses(model, batch, 1)
-        first = next_token_losses(model, batch | SUPERVISE_FIRST_HEAD, 1)
-        return first._replace(further={"as_generated": next_token_losses(model, batch | SUPERVISE_AS_GENERATED, 1)})
+        inputs: dict[str, Any] = {**batch}
+        first, as_generated = (
+            next_token_losses(model, inputs | {"supervised": heads}, 1) for heads in ("first_head", "as_generated")
+        )
+        return first._replace(further={"as_generated": as_generated})

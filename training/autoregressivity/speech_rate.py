@@ -9,7 +9,7 @@ Axes: B rows, N tokens, V vocabulary.
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from condense import CondenseForCausalLM, loading
 
 from ..draws import uniform
-from ..recipe.objectives import OBJECTIVES, Losses, OfDurations, next_token_losses
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 
 Schedule = Literal["even", "cosine", "hard_long", "hard_short"]
 LEVELS = 100  # of difficulty
@@ -68,9 +68,9 @@ class Difficulty:
 class SpeechRate:
     """The durations of texts read from the beginning, in one part or several.
 
-    `length` is the texts' length. `shuffled` is the control, in which durations say nothing about their tokens. Cosine
-    durations are put in random order. A duration by difficulty is that of a random token among those so far, because
-    any other order would reveal tokens to come.
+    `length` is the texts' length. `shuffled` is the control, in which durations say nothing about their tokens: cosine
+    durations are in random order, and a duration by difficulty comes from a random token so far, because any other
+    order would reveal later tokens.
     """
 
     def __init__(self, schedule: Schedule, length: int, difficulty: Difficulty | None = None, shuffled: bool = False):
@@ -119,13 +119,15 @@ class SpeechRate:
 
 
 @OBJECTIVES.register
-class SpeechRateObjective(OfDurations):
+class SpeechRateObjective(ObjectiveKind):
     """Predicts the next tokens of texts whose tokens have scheduled durations."""
 
     kind: Literal["speech_rate"] = "speech_rate"
     schedule: Schedule = Field("even", description="even: all durations are one; hard_long, hard_short: by difficulty")
     judge: str | None = Field(None, description="hard_long, hard_short: folder of a `Difficulty`")
-    shuffled: bool = Field(False, description="the control: the durations say nothing of their tokens")
+    shuffled: bool = Field(False, description="the control: durations say nothing about their tokens")
+
+    needs_folded: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _check_judge(self):

@@ -24,8 +24,8 @@ from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_lo
 class SyntheticStates(ObjectiveKind):
     """Reads each token in `states` + 1 steps; the last step is the token's own embedding.
 
-    The target of each step is the token after the one it leads to, which no step so far depends on. The training loss
-    is the mean over all steps. The validation loss covers only the last steps, so each next token counts once.
+    The target of each step is the token after the one it leads to; no step so far depends on it. The training loss is
+    the mean over all steps. The validation loss covers only the last steps, so each next token counts once.
     """
 
     kind: Literal["synthetic_states"] = "synthetic_states"
@@ -37,8 +37,8 @@ class SyntheticStates(ObjectiveKind):
     def check(self, recipe: Any) -> None:
         if self.states and isinstance(recipe.data, GeneratedData):
             raise ValueError(
-                f"objective.states={self.states}: the accuracy of answers (data.task={recipe.data.task}) is that of a "
-                "model without synthetic states; choose another data.task, or states=0"
+                f"objective.states={self.states}: the accuracy of answers (data.task={recipe.data.task}) is counted "
+                "without synthetic states; choose another data.task, or states=0"
             )
         self._check_segments(getattr(recipe.model, "segment_length", None))
 

@@ -7,15 +7,16 @@ from pydantic import Field
 
 from ..distributed import Process
 from ..draws import uniform
-from ..recipe.objectives import OBJECTIVES, Losses, OfDurations, next_token_losses
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 
 
 @OBJECTIVES.register
-class DurationJitter(OfDurations):
+class DurationJitter(ObjectiveKind):
     """Next tokens of texts whose tokens last 1 - jitter to 1 + jitter units; one unit in validation."""
 
     kind: Literal["duration_jitter"] = "duration_jitter"
     predicts_next_tokens: ClassVar[bool] = True
+    needs_folded: ClassVar[bool] = True
 
     jitter: float = Field(0.1, gt=0, lt=1, description="the furthest that a duration is from one unit")
 
@@ -23,8 +24,7 @@ class DurationJitter(OfDurations):
         return next_token_losses(model, batch | {"durations": self.durations(batch["input_ids"])}, num_targets)
 
     def durations(self, ids_BN: torch.Tensor) -> torch.Tensor:
-        """Returns new durations [B, N]. They depend on torch's random generator, which a checkpoint keeps, and on the
-        rank, because the ranks' generators are in the same state."""
+        """Returns new durations [B, N], from torch's generator, in the same state on all ranks, and the rank."""
         seed, rank = int(torch.randint(2**62, ())), torch.tensor(Process.from_environment().rank)
         rows_B1, columns_N = torch.arange(len(ids_BN))[:, None], torch.arange(ids_BN.shape[1])
         drawn_BN = uniform(seed, rank, rows_B1, columns_N)

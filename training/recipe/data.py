@@ -16,20 +16,20 @@ class Source(Section):
     files: str | None = None
     hub: str | None = Field(None, description="OWNER/NAME, streamed")
     name: str | None = Field(None, description="configuration of the hub's data set")
-    split: str | None = Field(None, description="of the hub's data set; train where not given")
+    split: str | None = Field(None, description="of the hub's data set; None: train")
     revision: str | None = Field(None, description="branch, tag or commit of the hub's data set")
     text: str = Field(
-        "text", description="field that holds the document, content.text for a nested one; a list is joined by spaces"
+        "text", description="field with the document, such as text or content.text; the items of a list are joined"
     )
-    summary: str = Field("summary", description="field that holds its summary; of a list, the first")
+    summary: str = Field("summary", description="field with its summary; of a list, the first item")
     at_least: dict[str, float] = Field(
-        {}, description="numeric fields and their lowest values: documents below are dropped before they are tokenised"
+        {}, description="numeric fields and their lowest values: documents below are dropped before tokenisation"
     )
 
     @model_validator(mode="after")
     def _one_place(self):
         if (self.files is None) == (self.hub is None):
-            raise ValueError("a source names either files or hub, one of the two")
+            raise ValueError("a source names either files or hub")
         if self.files is not None and (self.name or self.split or self.revision):
             raise ValueError("name, split and revision belong to a source of the hub, not to files")
         return self
@@ -39,16 +39,12 @@ BadDocuments = Literal["skip", "refuse"]
 
 
 class DocumentData(Section):
-    """The keys of all tasks that read documents."""
+    """The base of tasks that read documents."""
 
     sources: list[Source] = Field(min_length=1)
     bad_documents: BadDocuments = Field("refuse", description="broken lines, missing fields, ...")
-    prepared: Annotated[Path, MAY_CHANGE] = Field(
-        Path("runs/prepared"), description="folder that keeps documents as tokens"
-    )
-    max_documents: int | None = Field(
-        None, ge=1, description="stop reading after this many kept documents; None: after as many as the steps need"
-    )
+    prepared: Annotated[Path, MAY_CHANGE] = Field(Path("runs/prepared"), description="folder of documents as tokens")
+    max_documents: int | None = Field(None, ge=1, description="documents to keep; None: as many as the steps need")
 
 
 class TextData(DocumentData):
@@ -82,33 +78,33 @@ class GeneratedData(Section):
     shortest: float = Field(0.5, gt=0, le=1, description="length of the shortest text as a share of the total length")
 
 
+class AskedData(GeneratedData):
+    """The base of texts that have several things to ask about."""
+
+    questions: int = Field(
+        1, ge=1, description="in a training text, each about another key or fact; fewer if more do not fit"
+    )
+    brief: float = Field(
+        0.0, ge=0, le=1, description="share of training questions that end at the word to look up; the answer follows"
+    )
+
+
 class PasskeyData(GeneratedData):
-    """Numbers to find in irrelevant text."""
+    """Numbers to find in irrelevant text; one is asked for."""
 
     task: Literal["passkey"]
-    num_keys: int = Field(1, ge=1, description="keys in a text, one of which is asked for")
+    num_keys: int = Field(1, ge=1, description="in a text")
     num_digits: int = Field(4, ge=1, description="of each key")
 
 
-class RecallData(GeneratedData):
-    """Keys with values, in sentences between irrelevant ones; the value of one key is asked for."""
+class RecallData(AskedData):
+    """Keys with values, in sentences between irrelevant ones; the value of a key is asked for."""
 
     task: Literal["recall"]
-    pairs: int = Field(16, ge=1, description="keys in a text, at most: a text has any number from 1 on")
+    pairs: int = Field(16, ge=1, description="most keys in a text, which has any number from 1")
     form: Form = Field("single", description="single: one value a key; multi_value; overwritten: the last one counts")
     values: int = Field(2, ge=1, description="of each key, with form=multi_value")
-    overwritten: float = Field(
-        0.5, ge=0, le=1, description="share of the keys that get another value, with form=overwritten"
-    )
-    questions: int = Field(
-        1,
-        ge=1,
-        description="in a text to train on, each about another key, or as many as it has keys and room for; "
-        "`condense eval recall` asks one",
-    )
-    brief: float = Field(
-        0.0, ge=0, le=1, description="share of the questions that end at the key, which the answer directly follows"
-    )
+    overwritten: float = Field(0.5, ge=0, le=1, description="share of keys whose value changes, with form=overwritten")
 
     @model_validator(mode="after")
     def _used(self):
@@ -118,38 +114,17 @@ class RecallData(GeneratedData):
         return self
 
 
-class FactsData(GeneratedData):
+class FactsData(AskedData):
     """Facts in other text, and a question about them whose answer is one word."""
 
     task: Literal["facts"]
     kinds: list[str] = Field(list(KINDS), description=f"of questions: {', '.join(KINDS)}")
-    facts: int = Field(
-        6, ge=1, description="in a text, at most; each text has any number from the fewest that its kind needs"
-    )
-    questions: int = Field(
-        1,
-        ge=1,
-        description="in a text to train on, each about another fact, or as many as it has facts and room for; "
-        "`condense eval facts` asks one",
-    )
-    brief: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of the questions in training that are asked without punctuation and `Answer:`, so that the "
-        "answer directly follows the word that it is looked up by",
-    )
+    facts: int = Field(6, ge=1, description="most facts in a text, which has any number that its kind allows")
     early_questions: int = Field(
-        0,
-        ge=0,
-        description="more questions at random places of a text to train on, those before its last fact left out; their "
-        "answers are labels and no part of the text",
+        0, ge=0, description="most questions between sentences after the last fact in training; answers are labels only"
     )
     distractors: int = Field(
-        0,
-        ge=0,
-        description="sentences of the sources that name a person, a place or a thing of the facts, at most so many, at "
-        "random places of a text to train on",
+        0, ge=0, description="most sentences of the sources in a training text that name a word of the facts"
     )
     sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
 
@@ -157,7 +132,7 @@ class FactsData(GeneratedData):
     def _possible(self):
         check_kinds(self.kinds, self.facts)
         if any(source.files is None for source in self.sources):
-            raise ValueError("sources: the text between facts comes from files; name files, or leave the sources out")
+            raise ValueError("sources: the text between facts comes from files: name files, or leave the sources out")
         return self
 
 
@@ -167,7 +142,7 @@ class SampleData(Section):
     task: Literal["samples"]
     texts: int | None = Field(None, ge=1, description="different texts to train on; None: as many as the steps need")
     temperature: float = Field(1.0, gt=0)
-    seed: int = Field(0, ge=0, description="of the drawing: runs with other seeds share the texts")
+    seed: int = Field(0, ge=0, description="of the texts; the recipe's own seed does not change them")
     prepared: Annotated[Path, MAY_CHANGE] = Field(Path("runs/prepared"), description="folder that keeps the texts")
 
 

@@ -9,7 +9,7 @@ from .section import Section, registry_of, sections_of
 
 
 def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[str, Any]) -> str:
-    """One line for one of pydantic's errors about a recipe's `fields`."""
+    """Returns one line about one of pydantic's errors in a recipe's `fields`."""
     path, section = _walk(problem["loc"], recipe, fields)
     where = ".".join(map(str, path)) or "the recipe"
     if problem["type"] == "extra_forbidden":
@@ -27,27 +27,27 @@ def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[s
 
 
 def _walk(loc: tuple[int | str, ...], section: type[Section], given: Any) -> tuple[list[int | str], type[Section]]:
-    """The keys as the user wrote them (pydantic adds the task of the data), and the section that holds the last one."""
-    path: list[int | str] = []
-    remaining = list(loc)
-    while remaining:
-        key = remaining.pop(0)
-        path.append(key)
-        field = section.model_fields.get(str(key))
-        if field is None or not remaining:
+    """Returns the keys as the user wrote them, and the section that holds the last one.
+
+    Pydantic adds the task of the data, and types if a value may have several.
+    """
+    path, sections = list[int | str](), [section]
+    for key in loc:
+        if len(sections) > 1 and (tagged := [one for one in sections if _is_tag(one, key)]):
+            sections = tagged
+        elif isinstance(key, int):
+            path.append(key)
+        elif sections:
+            path.append(key)
+            section = sections[0]
+            if (field := section.model_fields.get(key)) is None:
+                break
+            given = given.get(key) if isinstance(given, Mapping) else None
+            registry = registry_of(field)
+            found = registry.find(given) if registry else None
+            sections = [found] if found else sections_of(field)
+        else:
             break
-        given = given.get(key) if isinstance(given, Mapping) else None
-        registry = registry_of(field)
-        found = registry.find(given) if registry else None
-        sections = [found] if found else sections_of(field)
-        if isinstance(remaining[0], int):
-            path.append(remaining.pop(0))
-        tagged = [one for one in sections if _is_tag(one, remaining[0])] if remaining else []
-        if tagged:
-            remaining.pop(0)
-        if not sections or not remaining:
-            break
-        section = (tagged or sections)[0]
     return path, section
 
 

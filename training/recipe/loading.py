@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from .schema import Recipe
 
 
 def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe, a YAML file or one of this package by name, and applies overrides such as `stages.0.steps=10`.
+    """Reads a YAML file, or a recipe of this package by name, and applies overrides such as `stages.0.steps=10`.
 
-    `steps=10` changes the last stage, or the curriculum, so that there are 10 steps in all.
-    A DeepSpeed configuration beside the recipe is found from any folder. Raises `ValueError` naming every unknown or
-    impossible key, and the nearest key that exists, and for another model whose segments the recipe would change.
+    `steps=10` changes the last stage, or the curriculum, so there are 10 steps in all. A DeepSpeed configuration beside
+    the recipe is found from any folder. Raises `ValueError` with all unknown or impossible keys, and if an override
+    names a folded model whose segments the recipe would change.
     """
     path = find_recipe(named)
     try:
@@ -46,8 +47,7 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _check_segment_length(fields: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Raises `ValueError` if overrides name a folded model, and the length of its segments comes from the recipe, which
-    was written for another one."""
+    """Raises `ValueError` if overrides name a folded model and the recipe's segment length differs from its own."""
     model, given = fields.get("model"), dict(override.split("=", 1) for override in overrides)
     names_source = "model.source" in given or isinstance(_parse(given.get("model", "{}")), str)
     if not isinstance(model, dict) or not names_source or "model.segment_length" in given:
@@ -78,22 +78,19 @@ def _apply(fields: dict[str, Any], override: str) -> None:
     *sections, last = name.split(".")
     section: Any = fields
     for key in sections:
-        if isinstance(section, dict):
-            if section.get(key) is None:
-                section[key] = {}
-            section = section[key]
-        else:
-            section = _item(section, key)
-    if isinstance(section, list) and _item(section, last) is not None:
-        section[int(last)] = value
-    elif isinstance(section, dict):
+        if isinstance(section, dict) and section.get(key) is None:
+            section[key] = {}
+        section = section[key] if isinstance(section, dict) else _item(section, key)
+    if isinstance(section, dict):
         section[last] = value
+    elif _item(section, last) is not None:
+        section[int(last)] = value
     else:
         raise ValueError(f"{override!r}: {'.'.join(sections) or 'the recipe'} holds no keys.")
 
 
 def _last_steps(fields: dict[str, Any], steps: Any) -> tuple[str, Any]:
-    """The key, and its value, that gives a recipe `steps` steps: those of the curriculum or of the last stage."""
+    """Returns the key and the value that give a recipe `steps` steps: the curriculum's, or the last stage's."""
     stages = fields.get("stages")
     if not stages:
         return "curriculum.steps", steps
@@ -109,14 +106,12 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """YAML's value, except that 1e-4 is a number."""
+    """Returns YAML's value, except that 1e-4 is a number."""
     try:
         parsed = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"the override's value {text!r} is not YAML: {error}") from error
     if isinstance(parsed, str):
-        try:
+        with suppress(ValueError):
             return float(parsed)
-        except ValueError:
-            pass
     return parsed

@@ -1,11 +1,12 @@
-"""The models that a recipe can train, by kind: a kind's fields are the keys of `model`, its methods load the model.
+"""The models of a recipe, by kind: a kind's fields are the keys of `model`, and its methods load the model.
 
-Another kind is a subclass of `ModelKind`, registered with `@MODELS.register`.
+A new kind is a subclass of `ModelKind`, registered with `@MODELS.register`.
 """
 
 import os
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cache
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,24 +27,22 @@ STOCK_ATTENTION = ("auto", *(name for name in ATTENTION_IMPLEMENTATIONS if name 
 
 
 class ModelKind(Section):
-    """The interface of a model to training. Weights are float32: bfloat16 is DeepSpeed's or autocast's copy of them."""
+    """The interface of a model. Weights are float32; DeepSpeed or autocast makes copies in bfloat16."""
 
     kind: str
     source: str = Field(description="folder or hub id of the checkpoint that training starts from")
 
-    # Whether a text is read in segments, with a memory between them: a curriculum and losses by segment need it.
-    has_segments: ClassVar[bool] = False
-    # Whether it is a model of images, which goes with data of images.
+    has_segments: ClassVar[bool] = False  # a curriculum and losses by segment need them
     is_of_images: ClassVar[bool] = False
     attention_implementations: ClassVar[tuple[str, ...]] = STOCK_ATTENTION
 
     @abstractmethod
     def load_config(self) -> Any:
-        """The configuration that the model is loaded with. Raises `ValueError` for a checkpoint of another type."""
+        """Returns the configuration to load the model with. Raises `ValueError` for a checkpoint of another type."""
 
     @abstractmethod
     def load(self, attention: str, attention_dropout: float, **options: Any) -> Any:
-        """The model in float32; `options` go to `from_pretrained`."""
+        """Returns the model in float32; `options` go to `from_pretrained`."""
 
     def _load(self, model_class: Any, attention: str, attention_dropout: float, **options: Any) -> Any:
         return loading.load_model(
@@ -56,47 +55,48 @@ class ModelKind(Section):
         )
 
     def load_tokenizer(self, config: Any) -> Any:
-        """The tokenizer beside the model. Raises `ValueError` where it does not fit."""
+        """Returns the tokenizer beside the model. Raises `ValueError` if it does not fit."""
         return loading.load_tokenizer(self.source, config)
 
     def run_configuration(self) -> dict[str, Any]:
-        """Values of the model's configuration that hold for the run alone; the saved model has its own."""
+        """Returns values of the model's configuration that hold only for the run."""
         return {}
 
     def checkpointing_options(self) -> dict[str, Any]:
-        """Further arguments of the model's `gradient_checkpointing_enable`."""
+        """Returns further arguments of the model's `gradient_checkpointing_enable`."""
         return {}
 
     def tokens_per_segment(self, config: Any) -> int | None:
-        """None where a text is read as a whole."""
+        """Returns None if a text is read as a whole."""
         return None
 
     def check(self, attention: str, gradient_checkpointing: bool) -> None:
         """Raises `ValueError` for other keys of the recipe that do not fit this model."""
-        if attention not in self.attention_implementations:
-            raise ValueError(
-                f"model.kind={self.kind!r} has no attention={attention}: choose one of "
-                f"{', '.join(self.attention_implementations)}"
-            )
+        check_implemented(attention, self.attention_implementations, f"model.kind={self.kind!r}")
 
     def check_machine(self) -> None:
-        """Raises `ValueError` for what this machine can't run."""
+        """Raises `ValueError` if this machine can't run the model."""
 
     def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
-        """Raises `ValueError` for what this model can't do under ZeRO-3 with micro-batches of up to `tokens` tokens.
+        """Raises `ValueError` if micro-batches of up to `tokens` tokens can't be trained under ZeRO-3.
 
-        ZeRO-3 gathers a weight from all ranks for each of its uses, so all ranks must use it equally often.
+        ZeRO-3 gathers a weight from all ranks for each use, so all ranks must use it equally often.
         """
 
 
+def check_implemented(attention: str, names: Sequence[str], for_what: str) -> None:
+    """Raises `ValueError` for an attention that is not among `names`."""
+    if attention not in names:
+        raise ValueError(f"{for_what} has no attention={attention}: choose one of {', '.join(names)}")
+
+
 def check_not_prepared(source: str) -> PreTrainedConfig:
-    """Returns the checkpoint's configuration. Raises `ValueError` for a model that an objective has put around another
-    one: objectives start from that one."""
+    """Returns the checkpoint's configuration. Raises `ValueError` for a model that an objective has wrapped."""
     config = loading.load_config(AutoConfig, source)
     if getattr(config, "wraps_a_model", False):
         raise ValueError(
-            f"model={source!r} is of type {config.model_type!r}, a model that an objective has made: start from the "
-            "checkpoint that it was trained from, or save a base model of it "
+            f"model={source!r} is of type {config.model_type!r}, which an objective has made: start from the "
+            "checkpoint that it was trained from, or save its base model "
             "(AutoModelForCausalLM.from_pretrained(FOLDER).bases[0].save_pretrained(OTHER))."
         )
     return config
@@ -109,14 +109,14 @@ def _say_once(message: str) -> None:
 
 
 def with_head_dim(config: Any) -> Any:
-    """The configuration with the width of a head, which a Qwen2's need not name."""
+    """Returns the configuration with the width of a head, which a Qwen2's may lack."""
     if not hasattr(config, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config
 
 
 def stock_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of the stock model of a configuration."""
+    """Returns the class of a configuration's stock model."""
     if config.model_type in laboratories.STOCK_MODELS:
         return resolve_name(laboratories.STOCK_MODELS[config.model_type])
     return FAMILIES[config.model_type].model_class
@@ -134,25 +134,20 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @MODELS.register
 class CondenseModel(ModelKind):
-    """A folded model; `source` holds a folded one, or a stock one of a family that condense folds."""
+    """A folded model; `source` has a folded one, or a stock one of a family that condense folds."""
 
     kind: Literal["condense"] = "condense"
     segment_length: int | None = Field(None, ge=1, description="None: the model's own")
     memory_share: Share | list[Share] | None = Field(
-        None,
-        description="share of a layer's output in its memory, one number or one for each layer; None: the model's own",
+        None, description="of a layer's output in its memory, one for all layers or each; None: the model's own"
     )
     bptt_segments: int | None = Field(None, ge=1, description="segments that a gradient crosses; None: all")
-    schedule: Annotated[str, one_of(SCHEDULES), MAY_CHANGE] = Field(
-        "auto", description="order in which (layer, segment) cells are run"
-    )
+    schedule: Annotated[str, one_of(SCHEDULES), MAY_CHANGE] = Field("auto", description="order of layers and segments")
     offload_memories: Annotated[bool, MAY_CHANGE] = Field(
         False, description="checkpoints wait for the backward pass in the host's memory"
     )
     checkpoint_segments: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"] | None, MAY_CHANGE] = Field(
-        None,
-        description="segments that checkpointing computes again at once; auto: those that need least memory; null: "
-        "those that fill a GPU",
+        None, description="segments to compute again at once; auto: for the least memory; None: enough to fill a GPU"
     )
 
     has_segments = True
@@ -163,7 +158,7 @@ class CondenseModel(ModelKind):
         if own and self.segment_length and self.segment_length != own:
             _say_once(
                 f"model.segment_length={self.segment_length} replaces the {own} that the folded checkpoint "
-                f"{self.source} has; model.segment_length=null keeps them"
+                f"{self.source} has; model.segment_length=null keeps it"
             )
         return loading.load_config(CondenseConfig, self.source, **self._given())
 
@@ -173,7 +168,7 @@ class CondenseModel(ModelKind):
         return model
 
     def _given(self) -> dict[str, Any]:
-        """The fields of the configuration that the recipe sets."""
+        """Returns the fields of the configuration that the recipe sets."""
         names = ("segment_length", "memory_share", "bptt_segments")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -191,24 +186,19 @@ class CondenseModel(ModelKind):
     def check(self, attention: str, gradient_checkpointing: bool) -> None:
         super().check(attention, gradient_checkpointing)
         if self.offload_memories and not gradient_checkpointing:
-            raise ValueError(
-                "model.offload_memories=true moves the memories that checkpoints keep: set gradient_checkpointing=true "
-                "too"
-            )
+            raise ValueError("model.offload_memories=true offloads checkpoints: set gradient_checkpointing=true too")
         if self.checkpoint_segments not in (None, 1) and not gradient_checkpointing:
             raise ValueError(
-                f"model.checkpoint_segments={self.checkpoint_segments} is a number of gradient checkpointing: set "
+                f"model.checkpoint_segments={self.checkpoint_segments} is for gradient checkpointing: set "
                 "gradient_checkpointing=true too"
             )
         if self.schedule == "wavefront" and gradient_checkpointing and self.checkpoint_segments == 1:
             raise ValueError(
-                "gradient checkpointing computes each segment again alone, and model.schedule=wavefront runs several "
-                "at once: set model.checkpoint_segments=8 (2 or more, or auto)"
+                "gradient checkpointing computes each segment again alone, but model.schedule=wavefront runs several: "
+                "set model.checkpoint_segments=8 (2 or more, or auto)"
             )
-        if self.schedule == "graph" and attention not in STATIC_IMPLEMENTATIONS:
-            raise ValueError(
-                f"model.schedule=graph has no attention={attention}: choose one of {', '.join(STATIC_IMPLEMENTATIONS)}"
-            )
+        if self.schedule == "graph":
+            check_implemented(attention, tuple(STATIC_IMPLEMENTATIONS), "model.schedule=graph")
 
     def check_machine(self) -> None:
         if self.schedule == "graph" and not torch.cuda.is_available():
@@ -217,14 +207,13 @@ class CondenseModel(ModelKind):
     def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
         if self.schedule in ("wavefront", "graph"):
             raise ValueError(
-                f"schedule={self.schedule!r} calls many layers at once, and ZeRO-3 gathers one layer's weights when it "
-                "is called: set model.schedule='sequential' (or 'auto'), or use ZeRO-2."
+                f"schedule={self.schedule!r} calls many layers at once, and ZeRO-3 gathers the weights of one: set "
+                "model.schedule='sequential' (or 'auto'), or use ZeRO-2."
             )
         if not equal_lengths and tokens > max_tokens(vocab_size):  # ranks would take the loss in unequal numbers
             raise ValueError(
-                f"under ZeRO-3, texts of unequal lengths may have at most {max_tokens(vocab_size)} tokens a "
-                f"micro-batch with a vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}: use "
-                "ZeRO-2."
+                f"under ZeRO-3, micro-batches of texts of unequal lengths hold at most {max_tokens(vocab_size)} tokens "
+                f"with a vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}: use ZeRO-2."
             )
 
 
@@ -235,8 +224,7 @@ class StockModel(ModelKind):
     kind: Literal["stock"] = "stock"
 
     def load_config(self) -> PreTrainedConfig:
-        check_not_prepared(self.source)
-        config = loading.load_config(AutoConfig, self.source)
+        config = check_not_prepared(self.source)
         if config.model_type not in (*FAMILIES, *laboratories.STOCK_MODELS):
             raise ValueError(
                 f"model={self.source!r} is of type {config.model_type!r}: model.kind=stock trains models of the types "

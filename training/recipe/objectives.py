@@ -1,11 +1,10 @@
-"""The objectives that a recipe can train for, by kind: a kind computes the loss of a batch.
+"""The objectives of a recipe, by kind: a kind computes the loss of a batch.
 
-Another kind is a subclass of `ObjectiveKind`, registered with `@OBJECTIVES.register`.
+A new kind is a subclass of `ObjectiveKind`, registered with `@OBJECTIVES.register`.
 
 Axes: B rows, N tokens, S segments, n targets.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -21,7 +20,7 @@ from .section import Registry, Section
 class Losses(NamedTuple):
     """The loss to minimise, and its sums and numbers of targets by segment (S = 1 for a model without segments).
 
-    `further` has other losses of a validation batch by name: `NAME` is logged as `eval_loss_NAME`.
+    `further` has other losses of a validation batch; `NAME` is logged as `eval_loss_NAME`.
     """
 
     loss: torch.Tensor  # summed over targets, divided by `num_targets`
@@ -31,16 +30,17 @@ class Losses(NamedTuple):
 
 
 class ObjectiveKind(Section):
+    """The interface of an objective; by default the cross-entropy of next tokens."""
+
     kind: str
 
     # Whether batches have `places` [B]: the place in the data of each row's first token, the same in every epoch, on
     # every rank and after a resume. Only documents have places.
     needs_places: ClassVar[bool] = False
-    # Whether the trained model predicts next tokens by its own forward pass: validation can then count answers.
+    # Whether the trained model's forward pass predicts next tokens: validation can then count answers.
     predicts_next_tokens: ClassVar[bool] = False
-    # Whether the model may have adapters.
     takes_adapters: ClassVar[bool] = False
-    # Whether it trains a model of images, which goes with data of images.
+    needs_folded: ClassVar[bool] = False  # models
     is_of_images: ClassVar[bool] = False
 
     def check(self, recipe: Any) -> None:
@@ -56,34 +56,23 @@ class ObjectiveKind(Section):
         """Raises `ValueError` for what this objective can't do with weights that ZeRO-3 has divided among ranks."""
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
-        """The model to train, made of the recipe's before a checkpoint is loaded."""
+        """Returns the model to train, made of the recipe's before a checkpoint is loaded."""
         return model
 
     def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The targets of a micro-batch; their sum over all micro-batches and ranks divides the loss."""
+        """Returns the number of targets in a micro-batch; the sum over micro-batches and ranks divides the loss."""
         return batch["labels"].ne(IGNORE_INDEX).sum()
 
-    @abstractmethod
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        """The loss of a micro-batch whose optimizer step has `num_targets` targets over all micro-batches and ranks.
+        """Returns the loss of a micro-batch whose optimizer step has `num_targets` targets on all ranks together.
 
-        `batch` has `input_ids` and `labels` [B, N], and an `attention_mask` where rows are padded.
+        `batch` has `input_ids` and `labels` [B, N], and an `attention_mask` if rows are padded.
         """
+        return next_token_losses(model, batch, num_targets)
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
-        """The losses of a validation batch: those of training, unless runs with other objectives are to compare."""
+        """Returns the losses of a validation batch: the training loss, or what compares with other objectives."""
         return self.losses(model, batch, 1)
-
-
-class OfDurations(ObjectiveKind):
-    """The base of objectives whose tokens have durations, which only a folded model takes."""
-
-    def check(self, recipe: Any) -> None:
-        if recipe.model.kind != "condense":
-            raise ValueError(
-                f"objective.kind={self.kind!r} needs a model that takes durations, and model.kind="
-                f"{recipe.model.kind!r} is none: set model.kind=condense"
-            )
 
 
 OBJECTIVES = Registry[ObjectiveKind](
@@ -93,19 +82,16 @@ OBJECTIVES = Registry[ObjectiveKind](
 
 @OBJECTIVES.register
 class NextToken(ObjectiveKind):
-    """Cross-entropy of each next token, by the model's own forward pass."""
+    """Cross-entropy of each next token."""
 
     kind: Literal["next_token"] = "next_token"
 
     predicts_next_tokens: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
 
-    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        return next_token_losses(model, batch, num_targets)
-
 
 def next_token_losses(model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-    """As `ObjectiveKind.losses`, of a causal language model."""
+    """Returns the cross-entropy of next tokens, by the model's own forward pass."""
     output = model(**batch, num_items_in_batch=num_targets, use_cache=False)
     if getattr(output, "segment_losses", None) is not None:
         return Losses(output.loss, output.segment_losses, output.segment_targets)
@@ -116,9 +102,9 @@ def next_token_losses(model: Any, batch: dict[str, torch.Tensor], num_targets: t
 def losses_by_segment(
     loss_n: torch.Tensor, counted_BN: torch.Tensor, segment_length: int | None, num_targets: torch.Tensor | int
 ) -> Losses:
-    """Sums the loss [n] of each target: `counted_BN` is true at the tokens that predict them, which give the segments.
+    """Sums the losses [n] of targets by the segments of the tokens that predict them, where `counted_BN` is true.
 
-    A model without segments has a `segment_length` of None.
+    `segment_length` is None for a model without segments.
     """
     columns_N = torch.arange(counted_BN.shape[1], device=counted_BN.device)
     segment_N = columns_N // (segment_length or len(columns_N))

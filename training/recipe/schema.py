@@ -1,7 +1,6 @@
 """The keys of a recipe, their meanings, and the combinations that are refused."""
 
 import json
-from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,34 +20,32 @@ from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section, one_of
 class Stage(Section):
     """A number of steps on texts of up to `total_length` tokens."""
 
-    total_length: int = Field(ge=2, description="tokens of a sequence")
+    total_length: int = Field(ge=2, description="tokens")
     steps: int = Field(ge=1)
 
 
 class Curriculum(Section):
-    """Instead of stages: texts grow as the loss falls, and every batch holds the same number of tokens."""
+    """Instead of stages: texts grow as the loss falls, and every batch has the same number of tokens."""
 
     steps: Annotated[int, MAY_CHANGE_FROM_HERE] = Field(ge=1)
     tokens_per_step: int = Field(ge=1, description="over all ranks")
     first_segments: int = Field(2, ge=1)
     last_segments: int = Field(16, ge=1)
     growth: float = Field(1.5, gt=1, description="factor from one length to the next")
-    loss_below: float = Field(0.1, gt=0, description="mean loss below which the text grows; 100: always")
-    patience: int = Field(30, ge=1, description="optimizer steps that the mean is taken over")
-    review: float = Field(
-        0.0, ge=0, lt=1, description="share of batches at an earlier length once the last length is reached"
-    )
+    loss_below: float = Field(0.1, gt=0, description="mean loss below which texts grow; 100: always")
+    patience: int = Field(30, ge=1, description="optimizer steps of the mean")
+    review: float = Field(0.0, ge=0, lt=1, description="share of batches at earlier lengths once the last is reached")
 
     @property
     def lengths(self) -> list[int]:
-        """Segments of the texts, from the first length to the last."""
+        """Returns the lengths of texts in segments, in order."""
         lengths = [self.first_segments]
         while lengths[-1] < self.last_segments:
             lengths.append(min(max(lengths[-1] + 1, int(lengths[-1] * self.growth)), self.last_segments))
         return lengths
 
     def check_holds_longest(self, segment_length: int, ranks: int) -> None:
-        """Raises `ValueError` where a step does not hold one of the longest texts on each rank."""
+        """Raises `ValueError` if a step has no room for one of the longest texts on each rank."""
         needed = self.last_segments * segment_length * ranks
         if self.tokens_per_step < needed:
             raise ValueError(
@@ -64,15 +61,13 @@ class Curriculum(Section):
 
 
 class Optimizer(Section):
-    """The learning rate rises over the warm-up, stays, and falls over the decay as a cosine."""
+    """The learning rate rises during the warm-up, stays, and falls as a cosine during the decay."""
 
     name: Literal["adamw"] = "adamw"
     learning_rate: Annotated[float, MAY_CHANGE_FROM_HERE] = Field(1e-3, gt=0)
     final_learning_rate: Annotated[float, MAY_CHANGE_FROM_HERE] = Field(0.0, ge=0)
     warmup_steps: Annotated[int, MAY_CHANGE_FROM_HERE] = Field(50, ge=1)
-    decay_steps: Annotated[int | None, MAY_CHANGE_FROM_HERE] = Field(
-        None, ge=1, description="None: all steps after the warm-up"
-    )
+    decay_steps: Annotated[int | None, MAY_CHANGE_FROM_HERE] = Field(None, ge=1, description="None: until the end")
     weight_decay: float = Field(0.01, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, gt=0, lt=1)
@@ -89,35 +84,31 @@ class Optimizer(Section):
 
 
 class Evaluation(Section):
-    """Loss on sequences that are not trained on: before the first step, every `every` steps, and after each stage."""
+    """Loss on held-out sequences: before the first step, every `every` steps, and after each stage."""
 
-    every: Annotated[int | None, MAY_CHANGE] = Field(
-        None, ge=1, description="steps; None: before the first one and after each stage"
-    )
+    every: Annotated[int | None, MAY_CHANGE] = Field(None, ge=1, description="steps; None: no more")
     sequences: int = Field(64, ge=1)
-    sources: list[Source] = Field([], description="its documents; none: some training documents are held out")
-    reference_loss: Annotated[float | None, MAY_CHANGE] = Field(
-        None, ge=0, description="the paper's, shown beside the run's own"
-    )
+    sources: list[Source] = Field([], description="its documents; none: training documents are held out")
+    reference_loss: Annotated[float | None, MAY_CHANGE] = Field(None, ge=0, description="the paper's, for comparison")
 
 
 class Checkpoints(Section):
-    every: int = Field(500, ge=1, description="steps; one more is written at the end")
+    every: int = Field(500, ge=1, description="steps; another is written at the end")
     keep: Annotated[int, MAY_CHANGE] = Field(2, ge=1)
 
 
 class LoRA(Section):
-    """Low-rank matrices beside linear maps, which are trained alone: W x + (alpha / rank) B A x."""
+    """Low-rank matrices beside frozen linear maps: W x + (alpha / rank) B A x."""
 
     rank: int = Field(16, ge=1)
     alpha: int = Field(32, ge=1)
-    dropout: float = Field(0.0, ge=0, lt=1, description="of the input of the adapters")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of the adapters' input")
     targets: list[str] = Field(
         ["q_proj", "k_proj", "v_proj", "o_proj"], min_length=1, description="linear maps of each layer, or lm_head"
     )
 
 
-# Keys that recipes had before models had kinds.
+# From before models had kinds.
 FORMER_KEYS = {
     "folded": "model.kind=stock for folded=false, or leave it out for folded=true",
     "segment_length": "model.segment_length",
@@ -128,7 +119,7 @@ FORMER_KEYS = {
 
 
 class Recipe(Section):
-    """Everything a run depends on. Paths are relative to the folder where it is started."""
+    """Everything a run depends on. Paths are relative to the folder where it starts."""
 
     model: Annotated[SerializeAsAny[ModelKind], MODELS] = Field(description="a text stands for model.source")
     objective: Annotated[SerializeAsAny[ObjectiveKind], OBJECTIVES] = NextToken()
@@ -148,14 +139,12 @@ class Recipe(Section):
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints = Checkpoints()
     resume: Annotated[Path | None, MAY_CHANGE] = Field(
-        None, description="a checkpoint of another output, used while this output has none of its own"
+        None, description="checkpoint of another output, used until this output has its own"
     )
     log_every: Annotated[int, MAY_CHANGE] = Field(10, ge=1)
-    max_skipped_steps: Annotated[int, MAY_CHANGE] = Field(
-        0, ge=0, description="steps with a gradient that is not finite; more end the run"
-    )
+    max_skipped_steps: Annotated[int, MAY_CHANGE] = Field(0, ge=0, description="non-finite gradients; more end the run")
     record_memory_history: Annotated[bool, MAY_CHANGE] = Field(
-        False, description="lets the snapshot of a GPU that runs out of memory have the lines that allocated it"
+        False, description="snapshots of a GPU that ran out of memory include the lines that allocated it"
     )
     report_to: Annotated[Literal["tensorboard", "wandb", "trackio", "none"], MAY_CHANGE] = "tensorboard"
     seed: int = Field(0, ge=0)
@@ -165,18 +154,17 @@ class Recipe(Section):
         return self.curriculum.steps if self.curriculum else sum(stage.steps for stage in self.stages or ())
 
     def longest_text(self, segment_length: int = 1) -> int:
-        """Tokens of the longest text; a curriculum counts in segments."""
+        """Returns the tokens of the longest text; a curriculum counts in segments."""
         if self.curriculum:
             return self.curriculum.last_segments * segment_length
         return max(stage.total_length for stage in self.stages or ())
 
     @property
     def num_held_out(self) -> int:
-        """Sequences to validate with."""
         return self.evaluation.sequences if self.evaluation else 0
 
     def num_samples(self) -> int:
-        """Texts of the longest length that the model samples from itself, those to validate with included."""
+        """Returns how many texts of the longest length the model samples from itself, to train and to validate."""
         if not isinstance(self.data, SampleData) or self.stages is None or self.global_batch is None:
             return 0
         tokens = sum(stage.steps * self.global_batch * stage.total_length for stage in self.stages)
@@ -189,15 +177,15 @@ class Recipe(Section):
 
     @property
     def stage_ends(self) -> list[int]:
-        """The number of steps done after each stage."""
+        """Returns the number of steps done after each stage."""
         return list(accumulate(stage.steps for stage in self.stages or ()))
 
     def stage_at(self, step: int) -> int:
-        """The number of the stage that a step belongs to; both count from 0."""
+        """Returns the number of a step's stage; both count from 0."""
         return next(n for n, end in enumerate(self.stage_ends) if step < end)
 
     def accumulation(self, ranks: int) -> int:
-        """Micro-batches that each rank runs per optimizer step."""
+        """Returns the micro-batches per rank and optimizer step. Raises `ValueError` if they do not divide."""
         if self.curriculum:
             return 1
         assert self.global_batch is not None
@@ -212,7 +200,7 @@ class Recipe(Section):
         return self.global_batch // at_once
 
     def deepspeed_settings(self) -> dict[str, Any]:
-        """The content of the DeepSpeed configuration file. Raises `ValueError` where it can't be used."""
+        """Returns the content of the DeepSpeed configuration. Raises `ValueError` if it can't be used."""
         path = find_deepspeed_config(self.deepspeed)
         try:
             settings = json.loads(path.read_text(encoding="utf-8"))
@@ -232,26 +220,28 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _check_former_keys(cls, fields: Any) -> Any:
-        for key in fields if isinstance(fields, dict) else ():
-            if key in FORMER_KEYS:
-                raise ValueError(f"{key} is not a key of a recipe any more: write {FORMER_KEYS[key]}")
-        model = fields.get("model") if isinstance(fields, dict) else None
-        if isinstance(model, dict) and model.get("kind") == "llama":
+        if not isinstance(fields, dict):
+            return fields
+        for key in FORMER_KEYS.keys() & fields:
+            raise ValueError(f"{key} is not a key of a recipe any more: write {FORMER_KEYS[key]}")
+        if isinstance(model := fields.get("model"), dict) and model.get("kind") == "llama":
             raise ValueError("model.kind=llama is called stock now: write model.kind=stock")
         return fields
 
     @model_validator(mode="after")
     def _check_combinations(self):
-        checks: tuple[Callable[[Recipe], None], ...] = (
-            _check_length, _check_images, _check_model, _check_data, _check_resume, _check_steps, _check_objective,
-        )  # fmt: skip
-        for check in checks:
-            check(self)
+        _check_length(self)
+        _check_images(self)
+        _check_model(self)
+        _check_data(self)
+        _check_resume(self)
+        _check_steps(self)
+        _check_objective(self)
         return self
 
 
 def _check_length(recipe: Recipe) -> None:
-    """Either stages or a curriculum, with the keys that go with it."""
+    """Raises `ValueError` unless there are either stages or a curriculum, with its own keys."""
     if (recipe.stages is None) == (recipe.curriculum is None):
         raise ValueError("a recipe has either stages or a curriculum")
     if recipe.stages and recipe.global_batch is None:
@@ -281,7 +271,7 @@ def _check_model(recipe: Recipe) -> None:
 def _check_data(recipe: Recipe) -> None:
     data = recipe.data
     if recipe.evaluation and recipe.evaluation.sources and isinstance(data, GeneratedData | SampleData):
-        raise ValueError(f"evaluation.sources: data.task={data.task} generates its texts; leave the sources out")
+        raise ValueError(f"evaluation.sources: data.task={data.task} generates its texts: leave the sources out")
     if recipe.objective.needs_places and isinstance(data, GeneratedData):
         raise ValueError(
             f"objective.kind={recipe.objective.kind!r} draws once for each place in the data, and the texts of "
@@ -289,8 +279,8 @@ def _check_data(recipe: Recipe) -> None:
         )
     if data.task == "text" and data.fit == "pack" and recipe.micro_batch > 1:
         raise ValueError(
-            f"data.fit=pack goes with micro_batch=1, not {recipe.micro_batch}: a packed sequence already is several "
-            "rows, and those of two sequences would be padded to each other; or choose data.fit=cut"
+            f"data.fit=pack goes with micro_batch=1, not {recipe.micro_batch}, because a packed sequence already has "
+            "several rows: set micro_batch=1, or data.fit=cut"
         )
     if data.task == "summarization" and data.too_long == "cut":
         lengths = {stage.total_length for stage in recipe.stages or ()}
@@ -299,7 +289,7 @@ def _check_data(recipe: Recipe) -> None:
 
 
 def _check_images(recipe: Recipe) -> None:
-    """Images, a model of images and an objective for them go together."""
+    """Raises `ValueError` for only some of: images, a model of images, and an objective for them."""
     parts = {
         "data.task=digits": recipe.data.task == "digits",
         "model.kind=denoiser": recipe.model.is_of_images,
@@ -314,7 +304,7 @@ def _check_images(recipe: Recipe) -> None:
     if lengths != {NUM_PIXELS}:
         raise ValueError(f"an image has {NUM_PIXELS} pixels, and the stages have {sorted(lengths)}: set total_length")
     if recipe.evaluation and recipe.evaluation.sources:
-        raise ValueError("evaluation.sources: the images to validate with are fixed; leave the sources out")
+        raise ValueError("evaluation.sources: the images to validate with are fixed: leave the sources out")
     if recipe.evaluation and recipe.evaluation.sequences > NUM_HELD_OUT:
         raise ValueError(
             f"evaluation.sequences={recipe.evaluation.sequences}, and {NUM_HELD_OUT} images are held out: ask for fewer"
@@ -324,22 +314,17 @@ def _check_images(recipe: Recipe) -> None:
 def _check_resume(recipe: Recipe) -> None:
     if recipe.resume and recipe.resume.parent.resolve() == recipe.output.resolve():
         raise ValueError(
-            f"resume={recipe.resume} lies in this run's own output, whose newest checkpoint is resumed in any case: "
-            "leave resume out, and to resume from an earlier checkpoint delete the later ones"
+            f"resume={recipe.resume} lies in this run's own output: leave it out, and delete the checkpoints after it"
         )
 
 
 def _check_steps(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
-    if optimizer.decay_steps is None and optimizer.warmup_steps >= recipe.steps:
+    left, needed = max(0, recipe.steps - optimizer.warmup_steps), max(1, recipe.decay_steps)
+    if left < needed:
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves none of {recipe.steps} steps to decay in: make it "
-            "smaller, or take more steps"
-        )
-    if optimizer.warmup_steps + max(1, recipe.decay_steps) > recipe.steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} and optimizer.decay_steps={recipe.decay_steps} do not "
-            f"fit into {recipe.steps} steps: make them smaller"
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves {left} of {recipe.steps} steps to decay in, fewer "
+            f"than {needed}: change one of them"
         )
     # Losses are averaged between logged lines, and a resumed run begins a new average.
     multiples = {"checkpoints.every": recipe.checkpoints.every}
@@ -351,17 +336,17 @@ def _check_steps(recipe: Recipe) -> None:
 
 
 def _check_objective(recipe: Recipe) -> None:
-    recipe.objective.check(recipe)
-    if recipe.lora is None:
-        return
-    if not recipe.objective.takes_adapters:
+    objective, model = recipe.objective, recipe.model
+    if objective.needs_folded and model.kind != "condense":
         raise ValueError(
-            f"lora does not go with objective.kind={recipe.objective.kind!r}: leave lora out, or choose next_token or "
-            "distill"
+            f"objective.kind={objective.kind!r} needs a folded model, not model.kind={model.kind!r}: set "
+            "model.kind=condense"
         )
-    schedule = getattr(recipe.model, "schedule", None)
-    if schedule in ("wavefront", "graph"):
+    objective.check(recipe)
+    if recipe.lora and not objective.takes_adapters:
+        raise ValueError(f"lora does not go with objective.kind={objective.kind!r}: choose next_token or distill")
+    schedule = getattr(model, "schedule", None)
+    if recipe.lora and schedule in ("wavefront", "graph"):
         raise ValueError(
-            f"model.schedule={schedule} runs the layers' own weights, and lora puts adapters beside them: set "
-            "model.schedule=sequential (or auto)"
+            f"model.schedule={schedule} runs the layers' own weights, without lora: set model.schedule=auto"
         )

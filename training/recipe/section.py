@@ -1,4 +1,4 @@
-"""The base of all sections of a recipe, sections that are looked up by kind, and fields that may change on resume."""
+"""The base of all sections of a recipe, the registry of their kinds, and marks of fields that may change on resume."""
 
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -21,10 +21,10 @@ S = TypeVar("S", bound=Section)
 
 
 class Registry(Generic[S]):
-    """The kinds of a section by name. As the annotation of a field, it chooses the section's class by its key `kind`.
+    """Maps names to the kinds of a section; as a field's annotation, it chooses the class by the key `kind`.
 
-    Pydantic's unions are closed when their class is made; a kind can be registered here by any module. `elsewhere` has
-    the dotted names of kinds whose modules are imported when a recipe names them, and register them then.
+    Pydantic's unions are closed, but any module can register a kind here. `elsewhere` has dotted names of kinds whose
+    modules register them when a recipe first names them.
     """
 
     def __init__(self, default: str, elsewhere: Mapping[str, str] = MappingProxyType({})):
@@ -40,7 +40,7 @@ class Registry(Generic[S]):
         return section
 
     def find(self, fields: Any) -> type[S] | None:
-        """The class of the keys and values of a section; None where their kind is unknown."""
+        """Returns the class of a section with these keys and values; None if their kind is unknown."""
         if not isinstance(fields, dict):
             return None
         kind = fields.get("kind", self.default)
@@ -49,13 +49,13 @@ class Registry(Generic[S]):
         return self.kinds.get(kind)
 
     def all(self) -> list[type[S]]:
-        """The classes of all kinds."""
+        """Returns the classes of all kinds."""
         for name in self.elsewhere.values():
             resolve_name(name)
         return list(self.kinds.values())
 
     def parse(self, value: Any) -> Any:
-        """A section from its keys and values, or from a text, which stands for the key `source`."""
+        """Returns a section from its keys and values; a text stands for the key `source`."""
         fields = {"source": value} if isinstance(value, str) else value
         if not isinstance(fields, dict):
             return value  # a section already, or what pydantic refuses
@@ -73,15 +73,15 @@ class Registry(Generic[S]):
 class MayChange:
     """Marks a field that a resumed run may change."""
 
-    affects_training: bool
+    affects_training: bool  # from the checkpoint on
 
 
-MAY_CHANGE = MayChange(affects_training=False)  # neither the batches nor what is learned from them
-MAY_CHANGE_FROM_HERE = MayChange(affects_training=True)  # the steps from the checkpoint on
+MAY_CHANGE = MayChange(affects_training=False)
+MAY_CHANGE_FROM_HERE = MayChange(affects_training=True)
 
 
 def may_change(section: type[Section], mark: MayChange = MAY_CHANGE, prefix: str = "") -> set[str]:
-    """The names of all fields with a mark, those of nested sections with their path, as `checkpoints.keep`."""
+    """Returns the names of all fields with a mark; nested ones have their path, as in `checkpoints.keep`."""
     found = set()
     for name, field in section.model_fields.items():
         if mark in field.metadata:
@@ -96,7 +96,7 @@ def registry_of(field: Any) -> Registry | None:
 
 
 def sections_of(field: Any) -> list[type[Section]]:
-    """The classes of sections that a field can hold, itself or in a list."""
+    """Returns the classes of sections that a field can hold, itself or in a list."""
     registry = registry_of(field)
     return registry.all() if registry else list(_sections(field.annotation))
 
@@ -108,12 +108,12 @@ def _sections(annotation: Any) -> Iterator[type[Section]]:
         yield from _sections(argument)
 
 
-def one_of(names: Collection[str]) -> AfterValidator:
-    """Refuses a text that is none of `names`, which are listed once, where they are implemented."""
+def one_of(values: Collection[Any]) -> AfterValidator:
+    """Refuses a value that is not among `values`."""
 
-    def check(value: str) -> str:
-        if value not in names:
-            raise ValueError(f"choose one of {', '.join(map(repr, names))}")
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError(f"choose one of {', '.join(map(repr, values))}")
         return value
 
     return AfterValidator(check)

@@ -63,7 +63,7 @@ def test_a_run_saves_a_model_that_writes_blocks(path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.kind=stock"], "needs the memory of a folded model, and model.kind='stock' has none"),
+        (["model.kind=stock"], "needs a folded model, not model.kind='stock'"),
         (["model.segment_length=6"], "block_length=4 does not divide model.segment_length=6: choose a divisor"),
         (["gradient_checkpointing=true"], "has no gradient checkpointing: set it to false"),
         (["attention=flex_attention"], "has no attention=flex_attention: choose one of auto, eager, sdpa"),

@@ -156,7 +156,7 @@ def test_micro_batches_have_the_places_of_their_images(recipe_file):
 def seen_times(objective, batch, monkeypatch, times):
     """Lets every image of the batch have a given time."""
     noise, _ = draw(batch["places"], T)
-    monkeypatch.setattr(denoising, "draw", lambda places, steps: denoising.Draw(noise, torch.tensor(times)))
+    monkeypatch.setattr(denoising, "draw", lambda places, steps: (noise, torch.tensor(times)))
     return noise
 
 
@@ -245,7 +245,7 @@ def test_masks_and_missing_targets_belong_to_the_image(model, batch, monkeypatch
     torch.manual_seed(99)
     parts = 0
     for rows in ([4, 0], [5, 1, 2], [3]):
-        drawn = denoising.Draw(noise[rows], torch.tensor(times)[rows])
+        drawn = noise[rows], torch.tensor(times)[rows]
         monkeypatch.setattr(denoising, "draw", lambda places, steps, drawn=drawn: drawn)
         part = {name: tensor[rows] for name, tensor in batch.items()}
         parts = parts + switches(**values).losses(model, part, 6 * 64).loss
@@ -268,14 +268,14 @@ def test_masks_and_missing_targets_that_are_drawn_anew(model, batch, monkeypatch
 def test_draws_differ_by_image_and_by_micro_batch(batch):
     places = torch.arange(2000) * 64
     torch.manual_seed(0)
-    one, other = draw(places, 1000), draw(places, 1000)
-    assert not torch.equal(one.times, other.times)
+    (noise, times), (_, other_times) = draw(places, 1000), draw(places, 1000)
+    assert not torch.equal(times, other_times)
     torch.manual_seed(0)
-    part = draw(places[500:], 1000)
-    assert torch.equal(part.times, one.times[500:]) and torch.equal(part.noise, one.noise[500:])
-    assert one.noise.mean().item() == pytest.approx(0, abs=0.01)
-    assert one.noise.std().item() == pytest.approx(1, abs=0.01)
-    assert one.times.min() < 5 and one.times.max() > 995 and 450 < one.times.float().mean() < 550
+    part_noise, part_times = draw(places[500:], 1000)
+    assert torch.equal(part_times, times[500:]) and torch.equal(part_noise, noise[500:])
+    assert noise.mean().item() == pytest.approx(0, abs=0.01)
+    assert noise.std().item() == pytest.approx(1, abs=0.01)
+    assert times.min() < 5 and times.max() > 995 and 450 < times.float().mean() < 550
 
 
 @pytest.mark.parametrize("split", ["interval", "modulo"])
@@ -309,13 +309,13 @@ def test_the_time_matters(model):
 
 def test_the_validation_loss_is_the_same_quantity_for_all_values(model, batch):
     values = batch["input_ids"]
-    states, noise, times = validation_states(values, to_images(values), 1000)
+    states, noise, times = validation_states(values, 1000)
     assert len(states) == 6 * 39 and times[:39].tolist() == [25 * n - 1 for n in range(1, 40)]
     for steps in denoising.STEPS:
-        others = validation_states(values, to_images(values), steps)
+        others = validation_states(values, steps)
         assert torch.equal(others[0], states) and torch.equal(others[1], noise)
         assert torch.equal((others[2] + 1) * (1000 // steps), times + 1)
-    expected = F.mse_loss(model(*validation_states(values, to_images(values), T)[::2]), noise)
+    expected = F.mse_loss(model(*validation_states(values, T)[::2]), noise)
     one_by_one = [
         switches(**ablation).evaluation_losses(model, {"input_ids": row[None]})
         for ablation in ({}, {"free_running": 4}, {"missing": 0.5, "unknown": "free_run"}, {"mask": 0.5})
@@ -332,7 +332,7 @@ def test_validation_measures_every_expert(batch, split, k):
     """One that never took part would not change the loss."""
     config = DenoiserConfig(channels=[16], num_experts=k, split=split)
     owners = SimpleNamespace(config=config)
-    _, _, times = validation_states(batch["input_ids"], to_images(batch["input_ids"]), 1000)
+    _, _, times = validation_states(batch["input_ids"], 1000)
     counts = DenoiserModel.owners(owners, times).long().bincount(minlength=k)
     assert counts.min() >= 6 * (39 // k) - 6 and counts.sum() == 6 * 39
 

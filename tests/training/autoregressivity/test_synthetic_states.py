@@ -116,7 +116,7 @@ def test_refusals(tmp_path):
         load_recipe(path, ["objective.states=2"])
     with pytest.raises(ValueError, match="model.segment_length=5 counts states"):
         SyntheticStates(states=1).prepare_model(small_model("condense"), None)
-    with pytest.raises(ValueError, match=r"data.task=passkey\) is that of a model without"):
+    with pytest.raises(ValueError, match=r"data.task=passkey\) is counted without"):
         load_recipe(path, ["data={task: passkey}"])
     with pytest.raises(ValueError, match="greater than or equal to 0"):
         OBJECTIVES.parse({"kind": "synthetic_states", "states": -1})

@@ -159,7 +159,7 @@ def test_what_cannot_train_is_refused_before_it_begins(recipe, tmp_path):
     assert "objective.tokens" in refused(recipe, HEADS % 0)
     assert "objective.experts" in refused(recipe, EXPERTS % (0, "modulo"))
     assert "choose one of 'interval', 'modulo'" in refused(recipe, EXPERTS % (2, "thirds"))
-    assert "Choose at most 119 tokens" in refused(recipe, HEADS % 120)
+    assert "choose at most 119 tokens" in refused(recipe, HEADS % 120)
     assert "experts=7 does not divide total_length=120" in refused(recipe, EXPERTS % (7, "modulo"))
     stages = "stages=[{total_length: 40, steps: 1}, {total_length: 120, steps: 1}]"
     assert "stages have [40, 120]: choose split=modulo" in refused(recipe, EXPERTS % (2, "interval"), stages)

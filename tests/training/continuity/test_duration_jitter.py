@@ -82,7 +82,7 @@ FIELDS = {
 
 
 def test_a_stock_model_takes_no_durations():
-    with pytest.raises(ValueError, match=r"model.kind='stock' is none: set model.kind=condense"):
+    with pytest.raises(ValueError, match=r"needs a folded model, not model.kind='stock': set"):
         Recipe.model_validate(FIELDS | {"model": {"kind": "stock", "source": "any"}})
 
 

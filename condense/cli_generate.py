@@ -20,7 +20,7 @@ def generate(
     model: Annotated[str, typer.Option(help="Folder or hub id: a folded model, or a stock one, which is folded.")],
     prompt: Annotated[str, typer.Option(help="The prompt; it comes after the prompt file if both are given.")] = "",
     prompt_file: Annotated[Path | None, typer.Option(help="A text of any length to read first.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 picks the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     segment_length: Annotated[int | None, typer.Option(help="For a stock model; default 512.")] = None,

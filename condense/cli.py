@@ -61,8 +61,8 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Processes: one per GPU, or two on a CPU; in a dry run the GPUs here, or the most up to 8 that the "
-            "recipe divides by.",
+            help="Processes: one per GPU, or two on a CPU; a dry run uses the GPUs here, or the most, up to 8, that "
+            "fit the recipe.",
             show_default=False,
         ),
     ] = None,

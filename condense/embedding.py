@@ -1,6 +1,6 @@
 """The input of the first layer, with gradients for several chunks at once.
 
-No embedding waits for a memory, and the gradient of each use of the embedding is as large as all its weights.
+Embeddings need no memory, and each use's gradient is as large as all weights, so chunks are embedded together.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, D hidden
 size, x tokens of consecutive chunks.

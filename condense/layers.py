@@ -256,7 +256,7 @@ class CondenseDecoderLayer(nn.Module):
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> tuple[torch.Tensor, Memory | None]:
         """Returns the output [R, T, D] and, if `metadata.writes_memory`, the keys and values for the next segment."""
-        # A memory of the input that passes its gradient on has the keys and values of this segment, rotated otherwise.
+        # An undetached memory of the input reuses this segment's keys and values, rotated differently.
         from_input = metadata.writes_memory and self.memory_share.takes_input and not any(metadata.detach_R)
         normed_RTD = self.input_layernorm(input_RTD)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)

@@ -6,7 +6,7 @@ With gradient checkpointing a group consists of the segments of a checkpoint: it
 backward pass computes it again. Otherwise it consists of all whole segments in a row, and their activations wait for
 the backward pass in the graphs' own memory. Without gradients it has `SEGMENTS` segments.
 
-A shape is captured at its second use. Without graphs run: parts of segments, shapes that occur once or do not fit into
+A shape is captured at its second use. Not captured: parts of segments, shapes that occur once or do not fit into
 memory, and a text that begins while another text waits for its backward pass. Embeddings, the final norm, the head and
 the loss are not part of a graph.
 
@@ -155,8 +155,8 @@ def graph_stack(
         )
     if torch.is_grad_enabled() and layers[0].training and config.attention_dropout:
         raise ValueError(
-            f"attention_dropout={config.attention_dropout}: a replayed graph would drop others in the backward pass "
-            f"than in the forward pass: set it to 0, or {REMEDY}."
+            f"attention_dropout={config.attention_dropout}: a replayed graph would drop different weights in "
+            f"its forward and backward passes: set it to 0, or {REMEDY}."
         )
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         raise ValueError(

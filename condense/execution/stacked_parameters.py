@@ -112,8 +112,8 @@ class StackedParameter:
         return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
 
     def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
-        """Returns the members [m, ...], which are not apart. Sums of every pass have all gradients, so autograd need
-        not reach the parameters."""
+        """Returns the members [m, ...], which must share memory. Sums of every pass have all gradients, so autograd
+        need not reach the parameters."""
         assert self.tensor_mx is not None
         if not torch.is_grad_enabled():
             return self.tensor_mx

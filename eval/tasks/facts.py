@@ -33,8 +33,9 @@ class Facts(Grid):
     """Counts an answer as right if it is exactly the tokens of the right word.
 
     `guess` is the last word of the right sort in the facts that the question does not name. A record counts the prompts
-    whose answer is a different word, `unguessed_total`, and the right answers to them, `unguessed_correct`. Of the
-    prompts whose answer is `guess`, `others_total` have a further such word, and the model says one in `others_said`.
+    whose answer is a different word, `unguessed_total`, and the right answers to them, `unguessed_correct`.
+    `others_total` counts the prompts answered by `guess` that have another such word, and `others_said` those where the
+    model says one.
 
     Raises `ValueError` for lengths too short for the facts, a tokenizer that does not know their words, or data without
     text.

@@ -101,7 +101,7 @@ class RecallData(AskedData):
     """Keys with values, in sentences between irrelevant ones; the value of a key is asked for."""
 
     task: Literal["recall"]
-    pairs: int = Field(16, ge=1, description="most keys in a text, which has any number from 1")
+    pairs: int = Field(16, ge=1, description="maximum keys in a text, which has any number from 1")
     form: Form = Field("single", description="single: one value a key; multi_value; overwritten: the last one counts")
     values: int = Field(2, ge=1, description="of each key, with form=multi_value")
     overwritten: float = Field(0.5, ge=0, le=1, description="share of keys whose value changes, with form=overwritten")
@@ -119,12 +119,14 @@ class FactsData(AskedData):
 
     task: Literal["facts"]
     kinds: list[str] = Field(list(KINDS), description=f"of questions: {', '.join(KINDS)}")
-    facts: int = Field(6, ge=1, description="most facts in a text, which has any number that its kind allows")
+    facts: int = Field(6, ge=1, description="maximum facts in a text, which has any number that its kind allows")
     early_questions: int = Field(
-        0, ge=0, description="most questions between sentences after the last fact in training; answers are labels only"
+        0,
+        ge=0,
+        description="maximum questions between sentences after the last fact in training; answers are labels only",
     )
     distractors: int = Field(
-        0, ge=0, description="most sentences of the sources in a training text that name a word of the facts"
+        0, ge=0, description="maximum source sentences in a training text that contain a fact word"
     )
     sources: list[Source] = Field([], description="files with the text between the facts; none: a few short sentences")
 

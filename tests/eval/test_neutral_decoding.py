@@ -85,7 +85,7 @@ MEASUREMENTS = {
 def options_of(kind, tmp_path):
     """Returns the options above, and the data that some need."""
     if kind not in ("perplexity", "summarization"):
-        return MEASUREMENTS[kind]
+        return dict(MEASUREMENTS[kind])
     data = str(write_lines(tmp_path / "data.jsonl", made_documents(3)))
     return {**MEASUREMENTS[kind], "text_field": "source", "data": [data] if kind == "perplexity" else data}
 

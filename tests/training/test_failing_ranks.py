@@ -82,7 +82,11 @@ def test_the_launcher_adds_nothing(tmp_path, ends, said):
     """DeepSpeed's own runner and launcher, which would report the exit code of a stopped run as an error."""
     script = tmp_path / "rank.py"
     hello = "os.write(1, f'hello {rank}\\n'.encode())"  # at once: both ranks write to one pipe
-    script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{hello}\n{ends}\n")
+    # The launcher ends the other rank with the first one, so each waits until both have started.
+    meet = (
+        "open(f'{__file__}.{rank}', 'w').close()\nwhile not os.path.exists(f'{__file__}.{1 - rank}'): time.sleep(0.01)"
+    )
+    script.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{hello}\n{meet}\n{ends}\n")
     recipe = recipe_in(tmp_path)
     succeeded, printed = run_ranks(launch_script, str(script), recipe, ranks=1)
     assert succeeded and said in printed, printed

@@ -35,6 +35,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+
+
 def pytest_collection_finish():
     gc.freeze()  # garbage collections, of which each `Trainer.train` makes one, then pass over what imports have made
 

@@ -8,6 +8,8 @@ import pytest
 
 from condense import laboratories
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[1]
 # Nothing imports from a later one. In a checkout the two floors in the middle are links to top-level folders.
 FLOORS = {

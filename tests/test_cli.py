@@ -16,6 +16,8 @@ from condense.training.small_llama import TASKS
 
 from .commands import printed
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -13,7 +13,7 @@ from condense.depth import DepthLlamaForCausalLM
 
 from .commands import printed
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 BLOCK = ["--field", "mlp_tau", "--control-size", 2, "--alpha", 0.5, "--steps", 3, "--seed", 7]
 

@@ -21,6 +21,8 @@ from condense.eval.tasks import evaluate
 from condense.files import atomic_folder
 from condense.training.recipe import load_recipe
 
+pytestmark = pytest.mark.process
+
 SECONDS = 10
 ONE_PROMPT = ["--lengths", "120", "--prompts", "1", "--depths", "50"]
 RECIPE = """

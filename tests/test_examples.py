@@ -9,6 +9,8 @@ import pytest
 
 from condense.training.small_llama import save_small_llama
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -15,6 +15,8 @@ from condense.prompts import Prompt, fingerprint, read_prompts
 
 from .commands import printed
 
+pytestmark = pytest.mark.process
+
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4}
 TEXT = "The grass is green. The sky is blue. The sun is yellow. "
 

@@ -11,6 +11,8 @@ from condense import extras
 from condense.training.preflight import check_run
 from condense.training.recipe import load_recipe
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):

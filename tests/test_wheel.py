@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     "condense", "condense_llama.py", "training", "eval", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE"

@@ -12,7 +12,7 @@ from condense import FoldedCache
 from ..refusals import assert_refused
 from .models import random_durations, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 
 class Interrupted(Exception):

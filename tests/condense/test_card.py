@@ -13,6 +13,8 @@ from condense.card import CARD
 from ..commands import printed
 from .models import random_ids, tiny_config, tiny_model
 
+pytestmark = pytest.mark.unit
+
 HUB_ID = "meta-llama/Llama-3.2-1B"
 
 

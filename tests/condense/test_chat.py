@@ -14,6 +14,8 @@ from ..chat_models import chat_tokenizer, greedy, save_chat_model
 from ..commands import printed
 from ..refusals import assert_refused
 
+pytestmark = pytest.mark.unit
+
 NOW = "strftime_now('%d %b %Y')"
 TEXT = "the cat sat on the mat and the dog ran to the cat ?"
 

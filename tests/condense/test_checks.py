@@ -13,6 +13,8 @@ from condense.continuity import durations_from_time_steps
 from ..refusals import assert_refused
 from .models import random_ids, tiny_config, tiny_model
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("fields", "words"),

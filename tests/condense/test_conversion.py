@@ -11,6 +11,8 @@ from condense import CondenseForCausalLM, to_stock
 
 from .models import random_ids, tiny_model
 
+pytestmark = pytest.mark.process
+
 LLAMA_3_2 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
 LLAMA_3_2 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS = {

@@ -2,6 +2,8 @@ import pytest
 
 from condense.fields import MISSING, field_names, find_field
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("record", "name", "value"),

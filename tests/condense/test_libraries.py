@@ -10,6 +10,8 @@ from condense import CondenseConfig, CondenseForCausalLM
 from condense.depth.llama import DepthLlamaConfig
 from tests.condense.models import both, random_adapters
 
+pytestmark = pytest.mark.process
+
 SENTENCE = "The sky is blue. The sun is yellow. Here we go. There and back again. "
 TEXTS = [SENTENCE * count for count in (1, 2, 1, 3, 1, 1, 2, 1)]  # 17 to 51 tokens and an end
 

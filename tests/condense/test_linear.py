@@ -14,7 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from condense import linear
 from condense.linear import Linear
 
-pytestmark = pytest.mark.skipif(not linear.HAS_ONEDNN, reason="torch has no oneDNN for this processor")
+pytestmark = [
+    pytest.mark.skipif(not linear.HAS_ONEDNN, reason="torch has no oneDNN for this processor"),
+    pytest.mark.unit,
+]
 SHAPES = [(3, 5, 16), (1, 4, 16), (7, 16), (16,), (2, 0, 16)]
 
 

@@ -14,6 +14,8 @@ from condense.loading import check_source, load_config, load_model, load_tokeniz
 from ..refusals import assert_refused
 from .models import tiny_model
 
+pytestmark = pytest.mark.unit
+
 NORM = "model.layers.1.input_layernorm.weight"
 
 

@@ -8,6 +8,8 @@ from condense.depth import convert_to_depth
 
 from .models import random_ids, tiny_model
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 from ..refusals import assert_refused
 from .models import gradients_of, random_durations, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 LENGTHS = [[13, 4, 26], [1, 42]]  # of the documents of two rows; segments have 5 tokens
 

@@ -6,7 +6,7 @@ import torch
 from .depth.models import depth_model, random_control
 from .models import padded_batch, tiny_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 
 def assert_nan_at_padding_reaches_no_token(model, side, control=None, **options):

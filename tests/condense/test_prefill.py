@@ -7,7 +7,7 @@ from condense import FoldedCache, prefill
 
 from .models import random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])

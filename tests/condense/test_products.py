@@ -5,6 +5,8 @@ import torch
 
 from condense.products import side_by_side, stacked_products
 
+pytestmark = pytest.mark.unit
+
 
 def weights(sizes=(3, 1, 2)):
     """[2, O, 4] of each size, in a memory [2, 8, 4] that has two further rows."""

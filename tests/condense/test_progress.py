@@ -15,6 +15,8 @@ from condense.progress import ProgressBar
 
 from ..test_architecture import SOURCES
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def clock(monkeypatch):

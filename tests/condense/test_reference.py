@@ -11,7 +11,7 @@ from condense import CondenseForCausalLM, to_stock
 
 from .models import MEMORIES, expected_logits, random_durations, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 LENGTHS = [1, 4, 5, 6, 10, 13, 23]
 

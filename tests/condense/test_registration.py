@@ -12,6 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from condense import CondenseForCausalLM, CondenseModel, autoregressivity, depth
 
+pytestmark = pytest.mark.process
+
 CAUSAL_LMS = [
     CondenseForCausalLM,
     depth.DepthLlamaForCausalLM,

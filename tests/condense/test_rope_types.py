@@ -9,7 +9,7 @@ from condense.conversion import to_stock
 from ..refusals import assert_refused
 from .models import assert_rows_alone, logits_in_parts, padded_batch, random_durations, random_ids, tiny_model
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 8.0, 16.0]}
 ROPES = {

@@ -21,6 +21,8 @@ from condense.shared_weights import SharedWeights, WeightSum
 from .execution.recording import recorded_graphs
 from .models import random_ids, tiny_model, torch_checkpoint
 
+pytestmark = pytest.mark.process
+
 SEGMENTS, LENGTH = 16, 5
 IDS = random_ids(1, SEGMENTS * LENGTH)
 # Two roundings to bfloat16, of a use and of the sum, are an error of 0.002 to 0.004. Sums in bfloat16 have

@@ -11,6 +11,8 @@ from tests.training.ranks import run_ranks
 
 from .models import tiny_config
 
+pytestmark = pytest.mark.process
+
 
 def rank(folder: str) -> None:
     os.environ["LOCAL_RANK"] = os.environ["RANK"]

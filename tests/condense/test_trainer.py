@@ -9,6 +9,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from condense.depth import convert_to_depth
 from tests.condense.models import both, random_ids, tiny_model
 
+pytestmark = pytest.mark.process
+
 SMOOTHING = 0.1
 
 

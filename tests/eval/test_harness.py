@@ -35,6 +35,8 @@ from condense.training.small_llama import small_llama, word_tokenizer
 from ..refusals import assert_refused
 from .measuring import save_folded
 
+pytestmark = pytest.mark.process
+
 TEXT = "a cat sat on the mat and saw two dogs run far away from one old red house by the sea . , : ?"
 WORDS = TEXT.split()
 LENGTH = 5  # of a segment

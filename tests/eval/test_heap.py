@@ -6,6 +6,8 @@ import pytest
 
 from condense.eval import heap
 
+pytestmark = pytest.mark.process
+
 FAULTS = """
 import resource, runpy, sys
 

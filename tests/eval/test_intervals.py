@@ -1,8 +1,11 @@
 """Means over seeds and their intervals, as text and in pictures."""
 
+import pytest
 from matplotlib.figure import Figure
 
 from condense.eval.intervals import LINEAR, LOGIT, band, interval
+
+pytestmark = pytest.mark.unit
 
 
 def test_a_band_has_the_interval_of_its_scale():

@@ -7,6 +7,8 @@ import pytest
 from condense.eval import metrics
 from condense.eval.tasks.rouge import METRICS, SCORES
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):

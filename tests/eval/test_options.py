@@ -30,6 +30,8 @@ from condense.eval.tasks.options import PasskeyOptions
 
 from ..refusals import assert_refused
 
+pytestmark = pytest.mark.unit
+
 KINDS = ("passkey", "recall", "perplexity", "summarization", "suite", "attention")
 COMMANDS = {kind: getattr(of_tasks, f"{kind.title()}Options") for kind in KINDS} | {"probe": ProbeOptions}
 

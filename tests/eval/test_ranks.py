@@ -25,6 +25,8 @@ from condense.training.small_llama import passkey_tokenizer, small_llama
 from ..refusals import assert_refused
 from .test_runner import Squares, Stopped
 
+pytestmark = pytest.mark.process
+
 PASSKEY = {"lengths": (80, 120), "num_prompts": 3}
 
 

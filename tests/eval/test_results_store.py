@@ -8,6 +8,8 @@ from condense.eval.results_store import ResultsStore
 
 from ..refusals import assert_refused
 
+pytestmark = pytest.mark.unit
+
 SETTINGS = {"model": "m", "depths": (0.0, 1.0)}
 
 

@@ -10,6 +10,8 @@ from condense.eval import results
 from condense.eval.results import Table
 from condense.eval.runner import Task, measure, run
 
+pytestmark = pytest.mark.process
+
 
 class Stopped(Exception):
     pass

@@ -7,6 +7,8 @@ from condense.eval.statistics import bootstrap, wilson
 
 from ..refusals import assert_refused
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("correct", "total", "low", "high"),

@@ -10,6 +10,8 @@ from transformers import TrainingArguments
 pytest.importorskip("mkdocs")
 from scripts import site_pages
 
+pytestmark = pytest.mark.unit
+
 
 def test_every_command_and_option_is_on_the_page():
     from condense.cli import app

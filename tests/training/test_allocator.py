@@ -18,6 +18,8 @@ from condense.training.trainer import peak_memory, text_lengths
 from .ranks import run_ranks
 from .runs import folded_recipe, log_lines, train_with
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):

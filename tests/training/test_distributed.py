@@ -15,6 +15,8 @@ from condense.training.launch import _free_port
 from .ranks import FORKS
 from .test_subprocesses import wait_for
 
+pytestmark = pytest.mark.process
+
 # A second of compilation instead of half a minute.
 SMALL_OPERATOR = """
 #include <Python.h>

@@ -6,6 +6,8 @@ import torch
 
 from condense.training.draws import uniform
 
+pytestmark = pytest.mark.unit
+
 WORD = 2**64
 
 

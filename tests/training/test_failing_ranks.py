@@ -15,6 +15,8 @@ from condense.training import launch, train
 from .ranks import run_ranks
 from .runs import folded_recipe, launch_from_a_shell, rank_arguments, train_with
 
+pytestmark = pytest.mark.process
+
 
 def recipe_in(folder: Path) -> Path:
     return folded_recipe(folder, (100, 3), global_batch=2, checkpoints={"every": 1}, output=str(folder / "out"))

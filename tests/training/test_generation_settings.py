@@ -13,6 +13,8 @@ from condense.training.recipe import load_recipe
 
 from .runs import folded_recipe
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def recipe(tmp_path):

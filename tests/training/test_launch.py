@@ -7,6 +7,8 @@ from condense.training import launch
 from condense.training.launch import _devices
 from condense.training.recipe import load_recipe
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("visible", "ranks", "expected"),

@@ -14,6 +14,8 @@ from condense.training.recipe import load_recipe
 
 from .runs import fails, folded_recipe, log_lines, logged, plain_training, run, same_weights
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:

@@ -14,6 +14,8 @@ from condense.training.train import OPTIMIZERS, RecipeTrainer, train, training_a
 from .ranks import run_ranks
 from .runs import folded_recipe, train_with
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:

@@ -19,6 +19,8 @@ from condense.training.output_lock import check_unlocked, output_lock, was_finis
 from .ranks import FORKS, run_ranks
 from .runs import ROOT, train_alone
 
+pytestmark = pytest.mark.process
+
 
 def hold(folder, name, held):
     with output_lock(folder, name):

@@ -20,6 +20,8 @@ from condense.training.subprocesses import child_environment
 
 from .recipes import write_recipe
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def recipe(tmp_path):

@@ -21,6 +21,8 @@ from .ranks import run_ranks
 from .runs import ROOT, expected, folded_recipe, log_lines, logged, train_with
 from .test_subprocesses import wait_for
 
+pytestmark = pytest.mark.process
+
 LONG = ["stages=[{total_length: 200, steps: 60}]", "log_every=1"]  # for signals from outside
 ON_CPU = ["deepspeed=zero2_cpu"]
 

@@ -17,6 +17,8 @@ from condense.training.subprocesses import INTERVAL_S, end_with_parents, run_to_
 from .ranks import FORKS, run_ranks
 from .runs import ROOT, launch_command
 
+pytestmark = pytest.mark.process
+
 WAIT_S = 60  # for processes to begin
 END_S = 20  # for processes to end
 # The package without what `import condense` loads, which these ranks do not use.

@@ -44,6 +44,8 @@ from .runs import (
     train_with,
 )
 
+pytestmark = pytest.mark.process
+
 SHARED_MEMORY = Path("/dev/shm")
 QUICKSTART = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
 CURRICULUM = ["curriculum.steps=12", "curriculum.tokens_per_step=320", "curriculum.last_segments=3", "log_every=1"]

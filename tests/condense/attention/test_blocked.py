@@ -9,6 +9,8 @@ from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, blocked, 
 from ..models import gradients, random_durations, random_ids, tiny_config, tiny_model
 from .test_implementations import CHUNKS, LENGTH
 
+pytestmark = pytest.mark.unit
+
 ROWS, NUM_KEY_HEADS, NUM_HEADS, HEAD_DIM = 2, 4, 8, 4
 SCORE_BYTES = NUM_HEADS // NUM_KEY_HEADS * LENGTH * 2 * LENGTH * 8  # of one key head, at most
 

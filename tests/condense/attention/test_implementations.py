@@ -19,6 +19,8 @@ from condense.segmentation import Chunk
 from ...refusals import assert_refused
 from ..models import random_durations, random_ids, tiny_model
 
+pytestmark = pytest.mark.unit
+
 LENGTH = 6
 
 
@@ -323,7 +325,7 @@ def test_cudnn_stays_where_it_alone_is_permitted():
         assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_new_tokens_run_no_kernel_of_cudnn():
     model = tiny_model(torch.bfloat16, head_dim=64).to("cuda")  # a width that cuDNN takes
     ids = random_ids(1, 2 * model.config.segment_length).to("cuda")

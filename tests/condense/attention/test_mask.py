@@ -1,10 +1,13 @@
 """Masks are made once: for a call where they depend on the numbers of keys alone, else for all layers of a chunk."""
 
+import pytest
 import torch
 
 from condense.attention.mask import AttentionMask
 
 from ..models import random_ids, tiny_model
+
+pytestmark = pytest.mark.unit
 
 
 def test_once_a_call_a_chunk_or_a_layer(noted):

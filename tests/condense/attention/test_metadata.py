@@ -9,6 +9,8 @@ from condense.kernels.rotary import rotate
 
 from ..models import Operations, tiny_model
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])

@@ -15,6 +15,8 @@ from condense.loading import load_model
 from ...conftest import ROOT
 from ..models import padded_batch, random_ids, tiny_model
 
+pytestmark = pytest.mark.process
+
 KINDS = ("heads", "interval", "modulo")
 BASES = ("folded", "stock")
 LENGTH = 12  # of the texts whose positions are divided; generation goes beyond it

@@ -9,6 +9,8 @@ from ...refusals import assert_refused
 from ..models import VOCAB, tiny_model
 from .test_adapter import GPT2_FIELDS, SMALL, TOKENS, any_model, build
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),

@@ -8,6 +8,8 @@ import torch
 from condense.continuity import Sentence, quadrature_weights
 from condense.continuity.quadrature import RULES
 
+pytestmark = pytest.mark.unit
+
 HIDDEN_SIZE = 5
 
 

@@ -9,6 +9,8 @@ from condense.continuity import Sentence, TextSpan, interpolate
 
 from ...refusals import assert_refused
 
+pytestmark = pytest.mark.unit
+
 NAN, INF = float("nan"), float("inf")
 
 

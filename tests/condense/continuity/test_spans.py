@@ -10,6 +10,8 @@ from condense.training.small_llama import word_tokenizer
 
 from ...refusals import assert_refused
 
+pytestmark = pytest.mark.unit
+
 TEXT = "the cat sat on the mat, the cathedral cat."
 
 

@@ -12,6 +12,8 @@ from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.depth import MLPField, convert_to_depth, fit_field, missed_share, to_depth_llama
 from condense.depth.initialization import LinearFit, layer_states
 
+pytestmark = pytest.mark.unit
+
 IDS = torch.arange(240).reshape(6, 40) * 7 % 31
 OTHER_IDS = torch.arange(200).reshape(5, 40) * 11 % 31
 

@@ -13,6 +13,8 @@ from condense.depth import DepthLlamaForCausalLM, convert_to_depth, set_solver, 
 
 from ..models import padded_batch, random_ids, tiny_model
 
+pytestmark = pytest.mark.process
+
 SEGMENT = 40  # longer than every text here
 
 

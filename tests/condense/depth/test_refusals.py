@@ -15,6 +15,8 @@ from condense.depth.block import NotFiniteError
 from ..models import random_ids, tiny_config, tiny_model
 from .models import depth_model, random_control
 
+pytestmark = pytest.mark.unit
+
 
 def settings(**changes):
     return DepthSettings(**{"position": 0, "num_replaced": 1, **changes})

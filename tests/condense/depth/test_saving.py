@@ -10,6 +10,8 @@ from condense.depth import convert_to_depth, set_solver
 from ..models import random_ids, tiny_model
 from .models import depth_model, random_control
 
+pytestmark = pytest.mark.process
+
 FRESH = """
 import sys, torch
 assert "condense" in sys.modules

@@ -17,6 +17,8 @@ from condense.layers import RMSNorm
 from ...refusals import assert_refused
 from ..models import VOCAB, random_ids, tiny_model
 
+pytestmark = pytest.mark.process
+
 TIMEOUT_S = 60
 LENGTH = 23  # four whole segments of 5 and a short one
 NUM_SEGMENTS = 5

@@ -11,6 +11,8 @@ from condense.segmentation import SegmentPositions
 from ...refusals import assert_refused
 from ..models import random_ids, tiny_model, torch_checkpoint
 
+pytestmark = pytest.mark.unit
+
 
 def positions(offsets, segments):
     found = SegmentPositions(len(offsets), 5)

@@ -270,7 +270,7 @@ def test_a_static_step_copies_only_its_tokens_to_the_device():
     assert isinstance(cache.static_decoding, StaticDecoding)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_cuda_graph_gives_the_logits_of_ordinary_steps(implementation):
     ordinary, static = both(tiny_model(attn_implementation=implementation).to("cuda"))

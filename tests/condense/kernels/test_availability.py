@@ -11,6 +11,8 @@ from condense.kernels.swiglu import silu_product
 
 from ..models import Operations
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_interpreted(dtype):

@@ -7,7 +7,7 @@ from condense.kernels.cross_entropy import cross_entropy_and_gradient, plain_cro
 
 from .checks import assert_near, dtypes, random
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.unit]
 
 
 @pytest.fixture(autouse=True, params=[8192, 16], ids=lambda block: f"blocks of {block}")

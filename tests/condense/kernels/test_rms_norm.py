@@ -7,7 +7,7 @@ from condense.kernels.rms_norm import add_rms_norm, plain_rms_norm, rms_norm
 
 from .checks import assert_near, assert_same_function, assert_same_second_derivatives, dtypes, random
 
-pytestmark = pytest.mark.usefixtures("poisoned")
+pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.unit]
 
 EPSILON = 0.1
 SHAPES = {

@@ -44,6 +44,8 @@ from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
 from condense.training.recipe.objectives import OBJECTIVES
 
+pytestmark = pytest.mark.process
+
 SMALL = AblationOptions(small=True, seeds=1)
 
 

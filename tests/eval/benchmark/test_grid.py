@@ -1,7 +1,11 @@
 """The cases of a grid."""
 
+import pytest
+
 from condense.eval.benchmark.grid import DEFAULTS, TABLE_1, axes, grid
 from condense.eval.benchmark.options import ProfileOptions
+
+pytestmark = pytest.mark.unit
 
 
 def test_the_grid_measures_nothing_twice():

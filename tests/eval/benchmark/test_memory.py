@@ -2,9 +2,12 @@
 
 import multiprocessing
 
+import pytest
 import torch
 
 from condense.eval.benchmark.memory import ResidentMemory, is_out_of_memory
+
+pytestmark = pytest.mark.unit
 
 
 def ask_for_too_much(sender):

@@ -1,11 +1,14 @@
 """The shapes of the models that are compared."""
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS, build_model, table_1
 from condense.eval.benchmark.workloads import random_ids, training_step
 from scripts.benchmarks.gpu.sizes import REHEARSAL
+
+pytestmark = pytest.mark.unit
 
 
 def test_table_1_is_the_papers():

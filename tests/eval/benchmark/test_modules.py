@@ -15,6 +15,7 @@ from ..measuring import command
 pytestmark = [
     pytest.mark.usefixtures("one_server"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="sizes are of float32 on a CPU"),
+    pytest.mark.process,
 ]
 TOKENS, PARAMETERS, FLOAT32 = 256, 102_208, 4
 KINDS = ("folded", "stock")

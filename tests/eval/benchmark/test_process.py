@@ -12,6 +12,8 @@ import pytest
 
 from condense.eval.benchmark.process import ForkServer, ProcessKilledError
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[3]
 
 held: list[bytes] = []

@@ -18,7 +18,7 @@ from condense.eval.benchmark.sources import build, read_models
 from ...pictures import is_drawn
 from ..measuring import command, stop_within
 
-pytestmark = pytest.mark.usefixtures("one_server")
+pytestmark = [pytest.mark.usefixtures("one_server"), pytest.mark.process]
 SHAPE = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1,

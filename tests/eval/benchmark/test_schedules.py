@@ -25,7 +25,7 @@ from ..measuring import command, stop_within
 # Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segment-length", 20, "--repeats", 3]
 
-pytestmark = pytest.mark.usefixtures("one_server")
+pytestmark = [pytest.mark.usefixtures("one_server"), pytest.mark.process]
 
 
 @pytest.fixture(scope="module")

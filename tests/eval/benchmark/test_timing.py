@@ -5,6 +5,8 @@ import torch
 
 from condense.eval.benchmark.timing import Contender, attempt, measure_in_turn, summarize
 
+pytestmark = pytest.mark.unit
+
 
 class CountingMemory:
     """A peak that is the number of restarts."""

@@ -4,6 +4,8 @@ import pytest
 
 from condense.eval.continuity.aggregation import with_global
 
+pytestmark = pytest.mark.unit
+
 
 def test_the_global_row_by_hand():
     """One model has three valid records and another one has one; a model without valid records has no figures."""

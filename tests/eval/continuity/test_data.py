@@ -13,6 +13,8 @@ from tests.conftest import SHARED
 
 from .models import options, parts
 
+pytestmark = pytest.mark.unit
+
 AUTHORS = {
     "words": "words_with_repetitions.json",
     "tutorials": "counting_events_seq.json",

@@ -17,6 +17,8 @@ from condense.eval.continuity.transformations import Scaling, Translation
 
 from .models import options, parts
 
+pytestmark = pytest.mark.unit
+
 
 def test_items_point_at_what_shrinks():
     """Every span of every item is a repeated word, a step, an event or a number."""

@@ -35,6 +35,8 @@ from condense.eval.continuity.sums import Sums
 from condense.eval.continuity.transformations import Density
 from condense.training.small_llama import word_tokenizer
 
+pytestmark = pytest.mark.unit
+
 
 def digit_curves(*tops, rest=0.01, **others):
     """Returns curves of all digits: one has 0.5 at each factor, others `rest`; `d3=[...]` sets a curve of its own."""

@@ -13,6 +13,8 @@ from condense.eval.continuity.prompts import (
 
 from .models import parts
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize("template", ["sentence", "listed", "apart"])
 def test_places_of_a_counted_word(template):

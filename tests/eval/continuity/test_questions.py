@@ -21,6 +21,8 @@ from condense.training.recipe import load_recipe
 
 from .models import options
 
+pytestmark = pytest.mark.unit
+
 RECIPES = Path(__file__).resolve().parents[3] / "training" / "recipes"
 
 

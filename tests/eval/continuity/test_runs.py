@@ -23,6 +23,8 @@ from condense.eval.intervals import mean_and_interval
 from .models import llama, probe
 from .test_metrics import digit_curves, record_of
 
+pytestmark = pytest.mark.unit
+
 T_975 = 4.302653  # for two degrees of freedom, from a table
 
 

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from condense.eval.depth.models import ARMS, PAPER, SMALL, block_of, build, num_parameters
 from condense.eval.depth.pretraining import held_out_loss, log_of, model_folder, train, trained
 
+pytestmark = pytest.mark.unit
+
 
 def test_the_sizes_of_the_paper():
     with torch.device("meta"):

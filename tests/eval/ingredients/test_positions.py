@@ -7,7 +7,7 @@ from condense.continuity import ContinuousLM, Sentence
 from condense.eval.ingredients.positions import PositionsForCausalLM, without_rotary
 from tests.eval.continuity.models import llama
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
 TABLE = 16
 

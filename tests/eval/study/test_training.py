@@ -6,6 +6,8 @@ import pytest
 
 from condense.eval.study.training import make_once
 
+pytestmark = pytest.mark.unit
+
 
 def test_a_folder_is_written_once(tmp_path):
     calls = []

@@ -16,6 +16,8 @@ from ..measuring import command, save_folded
 from ..rivals import rival, rival_tokenizer, save_rival
 from .documents import TEXT, write_lines
 
+pytestmark = pytest.mark.unit
+
 PROMPTS = ["a cat sat on", "two dogs run far away from one old red house", "the sea", "and saw two dogs run far"]
 NEW = 6
 

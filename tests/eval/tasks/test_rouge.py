@@ -8,6 +8,8 @@ import pytest
 
 from condense.eval.tasks.rouge import METRICS, SCORES, Rouge
 
+pytestmark = pytest.mark.unit
+
 
 def naive_rouge(reference, prediction):
     """Counts n-grams, and all subsequences of the shorter text. Words of at most three letters have no stem."""

@@ -27,6 +27,8 @@ from ...refusals import assert_refused
 from ..measuring import command, save_folded
 from ..rivals import save_rival
 
+pytestmark = pytest.mark.process
+
 TEXT = "The grass is green . The sky is blue . The sun is yellow . Here we go . One of the special magic numbers for"
 TASK, LENGTH, PROMPTS = "niah_single_1", 1024, 2
 NODES = "a node and an edge "

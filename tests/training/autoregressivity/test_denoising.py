@@ -25,6 +25,8 @@ from condense.training.train import train
 from ..recipes import write_recipe
 from ..runs import log_lines, logged, run, same_weights
 
+pytestmark = pytest.mark.unit
+
 T = 25
 
 

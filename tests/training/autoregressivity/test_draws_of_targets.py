@@ -19,6 +19,8 @@ from condense.training.small_llama import save_small_llama
 from ..recipes import text_data, write_digits, write_recipe
 from .models import VOCABULARY, ids_of, small_model
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):

@@ -11,6 +11,8 @@ from condense.training.small_llama import save_small_llama
 
 from .models import VOCABULARY, ids_of, small_model
 
+pytestmark = pytest.mark.unit
+
 KINDS = ("condense", "stock")
 
 

@@ -10,6 +10,8 @@ import torch
 
 from condense.training.checkpoints.pickles import check_pickles
 
+pytestmark = pytest.mark.unit
+
 
 class RunsCode:
     def __init__(self, mark: Path):

@@ -11,6 +11,8 @@ from condense.training.checkpoints.contents import contents
 from condense.training.checkpoints.resume import find_checkpoint, migrate, with_defaults
 from condense.training.recipe import Recipe
 
+pytestmark = pytest.mark.unit
+
 RECIPE = {
     "output": "o",
     "data": {"task": "passkey"},

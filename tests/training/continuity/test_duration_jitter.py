@@ -8,6 +8,8 @@ from condense.training.recipe import Recipe
 
 from ..autoregressivity.models import ids_of, perturbed_model
 
+pytestmark = pytest.mark.unit
+
 
 class Recorded(torch.nn.Module):
     """Remembers the durations that it is called with."""

@@ -20,6 +20,8 @@ from condense.training.small_llama import small_llama, word_tokenizer
 from ..recipes import write_recipe
 from .test_text import Documents
 
+pytestmark = pytest.mark.unit
+
 TEXTS = ["How many is and Answer : ?", "cat"]
 
 

@@ -9,6 +9,8 @@ from condense.training.recipe import Source, load_recipe
 
 from ..recipes import write_recipe
 
+pytestmark = pytest.mark.unit
+
 
 class Numbered:
     """Sequence n of length N is n, n, ... and is asked for here as (n, N)."""

@@ -13,6 +13,8 @@ from condense.training.small_llama import word_tokenizer
 from .conftest import WORDS
 from .test_text import Documents
 
+pytestmark = pytest.mark.unit
+
 PER_STEP, AVAILABLE = 4, 120  # sequences of 8 tokens, which are two of each document
 
 

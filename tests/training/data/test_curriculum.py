@@ -9,6 +9,8 @@ from condense.training.data.passkey import PasskeyTask
 from condense.training.recipe import Curriculum, Recipe
 from condense.training.small_llama import passkey_tokenizer
 
+pytestmark = pytest.mark.unit
+
 CURRICULUM = Curriculum(
     steps=60, tokens_per_step=2048, first_segments=2, last_segments=9, growth=1.5, loss_below=0.1, patience=20
 )

@@ -16,6 +16,8 @@ from condense.training.recipe import Source
 
 from .hub import stream_files
 
+pytestmark = pytest.mark.unit
+
 
 def read(*sources, summaries=False):
     return list(read_documents(sources, summaries))

@@ -14,6 +14,8 @@ from condense.training.data.text import text_encoder
 from condense.training.recipe import Source, TextData
 from condense.training.small_llama import word_tokenizer
 
+pytestmark = pytest.mark.unit
+
 ALL = Need(lambda lengths: lengths, 10**9)
 
 

@@ -24,6 +24,8 @@ from .encoders import WORDS
 from .hub import stream_files
 from .stopping import stopped_before_part
 
+pytestmark = pytest.mark.process
+
 ALL = Need(lambda lengths: lengths, 10**9)
 
 

@@ -18,6 +18,8 @@ from tests.conftest import SHARED
 from ..recipes import write_recipe
 from .test_text import Documents
 
+pytestmark = pytest.mark.unit
+
 SUMMARY_WORDS = "Summarize this text Summary : - a b c d e f"
 
 

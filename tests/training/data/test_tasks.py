@@ -8,6 +8,8 @@ from condense.training.small_llama import word_tokenizer
 
 from .conftest import WORDS
 
+pytestmark = pytest.mark.unit
+
 
 def documents_of(examples, total_length=8):
     count = examples.num_sequences(total_length)

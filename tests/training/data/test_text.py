@@ -18,6 +18,8 @@ from tests.condense.models import tiny_config
 
 from ..recipes import text_data, write_recipe, write_texts
 
+pytestmark = pytest.mark.unit
+
 
 class Documents:
     """A store in memory: document n is 100 n, 100 n + 1, ... without labels at the first `given`."""

@@ -4,6 +4,8 @@ import pytest
 
 from condense.training.planning.devices import peak_flops
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.mark.parametrize(
     ("name", "peak"),

@@ -29,6 +29,8 @@ from condense.training.recipe import Recipe
 from ..ranks import run_ranks
 from .shapes import LLAMA_1B, LLAMA_3B, PLAIN, SMALL, recipe
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

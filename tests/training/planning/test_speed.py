@@ -10,6 +10,8 @@ from condense.training.planning.speed import FLOPS_PER_SECOND, hours, parse_rate
 
 from .shapes import SMALL, recipe
 
+pytestmark = pytest.mark.unit
+
 
 def write_log(path, rates, ranks=2):
     lines = [{"step": 0, "eval_loss": 3.0}]

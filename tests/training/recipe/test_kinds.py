@@ -19,6 +19,8 @@ from condense.training.train import train
 from ..recipes import write_recipe
 from ..runs import log_lines, logged
 
+pytestmark = pytest.mark.unit
+
 
 class BigramsConfig(PreTrainedConfig):
     model_type = "bigrams"

@@ -8,6 +8,8 @@ import pytest
 from condense import CondenseConfig
 from condense.training.recipe import load_recipe, models
 
+pytestmark = pytest.mark.unit
+
 RECIPE = """
 model: {source: m, segment_length: 64}
 output: o

@@ -6,6 +6,8 @@ import pytest
 
 from condense.training.recipe import Recipe, load_recipe
 
+pytestmark = pytest.mark.unit
+
 RECIPES = Path(__file__).resolve().parents[3] / "training" / "recipes"
 BASE = "model: m\noutput: o\ndata: {task: passkey}\noptimizer: {warmup_steps: 10}\n"
 GRAPH = ["model.schedule=graph"]

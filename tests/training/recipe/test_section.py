@@ -7,6 +7,8 @@ import pytest
 from condense.training.recipe import MAY_CHANGE, MAY_CHANGE_FROM_HERE, MODELS, Recipe, Section
 from condense.training.recipe.section import Registry, may_change
 
+pytestmark = pytest.mark.unit
+
 
 def test_fields_that_may_change_on_resume():
     assert MAY_CHANGE in Recipe.model_fields["output"].metadata

@@ -1,7 +1,11 @@
 """The ratios of the last table, and the reasons if it has none."""
 
+import pytest
+
 from scripts.benchmarks.gpu.bars import LONGEST_BAR, judge
 from scripts.benchmarks.gpu.sizes import REAL
+
+pytestmark = pytest.mark.unit
 
 
 def test_unknown_limits_are_told():

@@ -25,6 +25,8 @@ from scripts.benchmarks.gpu.sizes import SMOKE
 
 from ....condense.execution.recording import recorded_graphs
 
+pytestmark = pytest.mark.process
+
 EXTRAS = ("accelerate", "datasets", "deepspeed", "jinja2", "matplotlib", "psutil", "pyarrow", "pydantic", "rouge_score")
 # On a CPU torch traces FlexAttention for each new mask, which takes seconds, and then runs the same code.
 UNTRACED = "from torch.nn.attention import flex_attention; flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True"

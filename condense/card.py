@@ -39,7 +39,7 @@ def _card(model: Any) -> str:
     auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
     rows = [f"| base model | {f'[{base}](https://huggingface.co/{base})' if base else 'not known'} |"]
     rows += [f"| segment length | {config.segment_length} tokens |", f"| memory | {_memory(config)} |"]
-    rows += [f"| depth block | in the place of {config.depth['num_replaced']} layers |"] if config.depth else []
+    rows += [f"| depth block | in place of {config.depth['num_replaced']} layers |"] if config.depth else []
     table = "\n".join(rows)
     return f"""---
 {data.to_yaml()}

@@ -22,6 +22,7 @@ PHRASES = {
     r"\bbut for\b": "except",
     r"\banother than\b": "different from",
     r"\ba half of\b": "half",
+    r"\bin the place of\b": "in place of",
     r'"""(?:Of|Those|What)\b': "Begin a docstring with a verb.",
     r"(?:^|[.:;] )Those (?:of|that|with|which)\b": "Name the things.",
 }
@@ -43,7 +44,7 @@ def test_avoided_phrases(pattern):
 def test_avoided_phrases_are_found(tmp_path, monkeypatch):
     path = tmp_path / "page.md"
     path.write_text(
-        'It is no map.\nIt is no longer.\nAll but for one.\n"""Of a map."""\nNo. Those of maps.\nThere is no map.\n'
+        'It is no map.\nIt is no longer.\nAll but for one.\n"""Of a map."""\nNo. Those of maps.\nThere is no map.\nAll in the place of one.\n'
     )
     monkeypatch.setattr("tests.test_language.ROOT", tmp_path)
-    assert [len(found(pattern, path)) for pattern in PHRASES] == [1, 1, 0, 0, 1, 1]
+    assert [len(found(pattern, path)) for pattern in PHRASES] == [1, 1, 0, 0, 1, 1, 1]

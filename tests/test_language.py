@@ -44,7 +44,8 @@ def test_avoided_phrases(pattern):
 def test_avoided_phrases_are_found(tmp_path, monkeypatch):
     path = tmp_path / "page.md"
     path.write_text(
-        'It is no map.\nIt is no longer.\nAll but for one.\n"""Of a map."""\nNo. Those of maps.\nThere is no map.\nAll in the place of one.\n'
+        'It is no map.\nIt is no longer.\nAll but for one.\n"""Of a map."""\nNo. Those of maps.\nThere is no map.\n'
+        "All in the place of one.\n"
     )
     monkeypatch.setattr("tests.test_language.ROOT", tmp_path)
     assert [len(found(pattern, path)) for pattern in PHRASES] == [1, 1, 0, 0, 1, 1, 1]

@@ -65,6 +65,8 @@ def convert(
         fields["segment_length"] = 1  # stock models ignore it: it fits every sliding window
     quiet()
     blocks = BlockOptions(**block)
+    from transformers import PreTrainedConfig
+
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.adapters import check_adapters, merge_adapters, trained_segment_length
     from condense.checks import check_dtype
@@ -93,6 +95,9 @@ def convert(
         use_default_mode(folder)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")
+    was_folded = PreTrainedConfig.get_config_dict(source)[0]["model_type"] == config.model_type
+    if not stock and not was_folded and config.memory_source == "layer_output":
+        print(f"Its memory is untrained: `condense train heal model={source}` trains it.")
 
 
 _own = [parameter for name, parameter in inspect.signature(convert).parameters.items() if name != "block"]

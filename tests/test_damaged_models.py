@@ -338,7 +338,10 @@ def test_outputs_that_are_right(models, tmp_path, run, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     monkeypatch.chdir(tmp_path / "current")
     for target in (tmp_path / "link", ".", tmp_path / "new" / "below"):
-        said = f"{target}: 102,208 parameters, segments of 512 tokens\n"
+        said = (
+            f"{target}: 102,208 parameters, segments of 512 tokens\n"
+            f"Its memory is untrained: `condense train heal model={models['llama']}` trains it.\n"
+        )
         assert run("convert", models["llama"], target) == (0, said)
         CondenseForCausalLM.from_pretrained(target)
     names = {path.name for path in (tmp_path / "empty").iterdir()}

@@ -90,9 +90,8 @@ class ProfileOptions(Options):
             raise ValueError("--modules is a separate measurement: leave out --schedules and --snapshots.")
         named = [*self.configs, *self.models]
         if (self.preset is None) == (not named):
-            raise ValueError(
-                f"models {named} and --preset={self.preset}: pass one of the two, models with --config or --model."
-            )
+            found = f"--preset {self.preset} beside {', '.join(named)}" if named else "nothing to profile"
+            raise ValueError(f"{found}: pass either --preset, or models with --config or --model.")
         if self.vocab_size is not None and self.models:
             raise ValueError(f"--vocabulary {self.vocab_size}: a checkpoint has its own; leave out --model.")
         given = {

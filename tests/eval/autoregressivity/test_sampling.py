@@ -8,8 +8,6 @@ from condense.eval.autoregressivity.experiments import ablate
 from condense.eval.autoregressivity.options import AblationOptions
 from condense.eval.autoregressivity.sampling import EVALUATIONS, SAMPLERS, SMALL_EVALUATIONS, Sampling
 
-pytestmark = pytest.mark.unit
-
 
 def test_all_samplers_take_the_same_evaluations():
     for evaluations in {*EVALUATIONS, *SMALL_EVALUATIONS}:

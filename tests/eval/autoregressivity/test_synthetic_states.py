@@ -9,8 +9,6 @@ from condense.eval.autoregressivity.options import AblationOptions
 from condense.eval.autoregressivity.synthetic_states import HIDDEN_SIZES, SyntheticStates
 from condense.eval.report import write_report
 
-pytestmark = pytest.mark.unit
-
 
 def test_changes_by_hand(tmp_path):
     """A model with twice the operations is read at half of its steps for the comparison at equal operations."""

@@ -25,7 +25,7 @@ from condense.training.train import train
 from ..recipes import write_recipe
 from ..runs import log_lines, logged, run, same_weights
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.process
 
 T = 25
 

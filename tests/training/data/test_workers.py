@@ -21,7 +21,7 @@ from .encoders import WORDS, die, encoder, fail, failing_first, wait_for
 from .hub import stream_files
 from .stopping import stopped_before_part
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.process
 
 ALL = Need(lambda lengths: lengths, 10**9)
 

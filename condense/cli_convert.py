@@ -81,6 +81,7 @@ def convert(
         if "segment_length" not in fields and (trained := trained_segment_length(merge)):
             fields["segment_length"] = trained
     config = load_config(CondenseConfig, source, **fields)
+    from_stock = PreTrainedConfig.get_config_dict(source)[0]["model_type"] != config.model_type
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")
     blocks.check(config, stock)
@@ -95,8 +96,7 @@ def convert(
         use_default_mode(folder)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")
-    was_folded = PreTrainedConfig.get_config_dict(source)[0]["model_type"] == config.model_type
-    if not stock and not was_folded and config.memory_source == "layer_output":
+    if not stock and from_stock and merge is None and any(config.memory_shares):
         print(f"Its memory is untrained: `condense train heal model={source}` trains it.")
 
 

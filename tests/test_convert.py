@@ -36,6 +36,19 @@ def hybrid(llama, tmp_path_factory):
     return folder, printed("convert", llama, folder, "--segment-length", 64, "--depth", "0:1", *BLOCK)
 
 
+def test_an_untrained_memory_is_said(llama, tmp_path):
+    """Not of a checkpoint that was folded before, and not of Transformer-XL's memory, which reads a layer's input."""
+    said = f"Its memory is untrained: `condense train heal model={llama}` trains it.\n"
+    assert printed("convert", llama, tmp_path / "folded").endswith(said)
+    for source, *options in (
+        (tmp_path / "folded", "--segment-length", 64), (llama, "--memory-share", 0), (llama, "--to", "stock"),
+        (llama, "--memory-source", "layer_input"),
+    ):  # fmt: skip
+        assert "memory is untrained" not in printed(
+            "convert", source, tmp_path / "-".join(map(str, options[1:])), *options
+        )
+
+
 def test_the_function_needs_no_options_of_a_block(llama, tmp_path, capsys):
     """As the quickstart calls it."""
     convert(str(llama), tmp_path / "folded", segment_length=40, memory_source=None)

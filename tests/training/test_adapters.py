@@ -33,6 +33,7 @@ def recipe_in(folder, *targets):
 def convert(*arguments):
     done = CliRunner().invoke(app, ["convert", *map(str, arguments)])
     assert done.exit_code == 0, done.output
+    return done.output
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_the_merged_model_has_the_segments_of_the_training(recipe, finished, tmp
     trained = json.loads((adapters / "recipe.json").read_text())
     (adapters / "recipe.json").write_text(json.dumps(trained | {"model": trained["model"] | {"segment_length": 24}}))
     convert(recipe.parent / "start", stock, "--to", "stock")
-    convert(stock, tmp_path / "merged", "--merge", adapters, *options)
+    assert "memory is untrained" not in convert(stock, tmp_path / "merged", "--merge", adapters, *options)
     assert CondenseConfig.from_pretrained(tmp_path / "merged").segment_length == expected
     assert trained_segment_length(adapters / "checkpoint-3") == 24
 

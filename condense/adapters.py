@@ -51,7 +51,8 @@ def check_adapter_config(path: Path) -> None:
         )
     if method in LOAD_OTHER_MODELS:
         raise ValueError(
-            f"{path}: peft_type={method!r} loads other models that the file names: merge adapters such as LORA."
+            f"{path}: peft_type={method!r} loads other models that the file names: merge adapters of another "
+            "method, such as LORA."
         )
     known = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(method)].__dataclass_fields__
     if unknown := sorted(name for name, value in fields.items() if value and name not in known):

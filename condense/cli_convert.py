@@ -97,7 +97,7 @@ def convert(
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")
     if not stock and from_stock and merge is None and any(config.memory_shares):
-        print(f"Its memory is untrained: `condense train heal model={source}` trains it.")
+        print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
 
 
 _own = [parameter for name, parameter in inspect.signature(convert).parameters.items() if name != "block"]

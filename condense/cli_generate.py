@@ -95,7 +95,7 @@ def generate(
     if file is not None:
         _answer_all(asked, file, answer)
     else:
-        _report_answer(answer(prompt, True), report)
+        _report_answer(answer(prompt, stream=True), report)
 
 
 def _asked(
@@ -148,7 +148,7 @@ def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str,
     from condense.progress import ProgressBar
 
     for prompt in ProgressBar(asked[file.num_answered :], total=len(asked), initial=file.num_answered, unit="prompt"):
-        file.append(prompt, answer(prompt.text, False))
+        file.append(prompt, answer(prompt.text, stream=False))
     print(f"{file.path}: {len(asked):,} answers, {file.num_answered:,} of them from before", file=sys.stderr)
 
 
@@ -170,10 +170,10 @@ def _answer(
     else:
         input_ids = encode(tokenizer, text)
     given = {} if control is None else {"control": torch.tensor([control], device=model.device)}
-    torch.manual_seed(settings["seed"])
     start = time.perf_counter()
     cache = _prefill(model, input_ids[:, :-1], stream, **given)
     middle = time.perf_counter()
+    torch.manual_seed(settings["seed"])
     with torch.no_grad():
         output = model.generate(
             input_ids.to(model.device),  # with the tokens in the cache: penalties of repeated tokens count them

@@ -47,7 +47,8 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
     """Raises `ValueError` unless durations are finite, not negative and have the input's shape."""
     if tuple(durations_BN.shape) != tuple(shape):
         raise ValueError(
-            f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {shape}: pass one per token."
+            f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {tuple(shape)}: pass one per "
+            "token."
         )
     if not durations_BN.is_floating_point():
         raise ValueError(f"durations are {durations_BN.dtype}: pass floating point numbers.")

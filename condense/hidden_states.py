@@ -41,7 +41,7 @@ class HiddenStateAccumulator:
     ) -> torch.Tensor:
         """Returns [B, C, D]; columns before a row's first token of this input have `previous_last_hidden_BD`."""
         batch_size, num_kept = self.token_BC.shape
-        if chunk_hidden and all(self.batch.shared_columns(chunk) for chunk, _ in chunk_hidden):
+        if chunk_hidden and all(self.batch.shared_columns(chunk) is not None for chunk, _ in chunk_hidden):
             rows = [hidden_nD.unflatten(0, (batch_size, -1)) for _, hidden_nD in chunk_hidden if len(hidden_nD)]
             return torch.cat(rows, dim=1)
         kept_nD = previous_last_hidden_BD.repeat_interleave(num_kept, dim=0)

@@ -139,8 +139,13 @@ def cross_entropies(
     return torch.cat([token_losses(head, *part) for part in parts])
 
 
+def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:
+    """Returns the label [B, N] of the token after each one; the last has none."""
+    return F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
 def recomputed(token_losses: TokenLosses, head: Callable) -> TokenLosses:
-    """Returns some tokens' losses; the backward pass recomputes their logits with the weights of the forward pass.
+    """Makes the backward pass recompute the logits of `token_losses`, with the weights of the forward pass.
 
     torch.func does not support checkpoints: within it, logits are kept.
     """

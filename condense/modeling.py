@@ -81,8 +81,9 @@ class CondenseModel(CondensePreTrainedModel):
         weights. `_prepared` are the arguments of `run`.
         """
         if _prepared is not None:
-            self.run(*_prepared)
-            return _prepared[1].tensors()  # FSDP gathers the weights again when their gradients come
+            call, accumulated, root = _prepared
+            self.run(call, accumulated, root)
+            return accumulated.tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,

@@ -1,4 +1,4 @@
-"""Adapts PEFT to folded models, and refuses what it can't do with them. Only imported if PEFT is used."""
+"""Adapts PEFT to folded models, and refuses what it can't do with them, without importing PEFT."""
 
 import sys
 from functools import partial

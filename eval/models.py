@@ -129,9 +129,11 @@ def split_name(named: str) -> tuple[str, str]:
     return name, source
 
 
-def load_evaluated(named: str, **options: Any) -> EvaluatedModel:
-    """Loads one model: see `load_models`."""
-    (found,) = load_models([named], **options)
+def load_evaluated(
+    named: str, dtype: str = "auto", attention: str = "auto", device_map: str | None = None
+) -> EvaluatedModel:
+    """Loads one model, as `load_models` does."""
+    (found,) = load_models([named], dtype, attention, device_map)
     return found
 
 

@@ -116,7 +116,9 @@ def _rendezvous() -> tuple[Any, int, int]:
 def check_alone(name: str) -> None:
     """Raises `ValueError` if a launcher has started several processes of a command that runs in one."""
     if started_ranks() > 1:
-        raise ValueError(f"condense {name} runs in one process: start it without a launcher of {started_ranks()}.")
+        raise ValueError(
+            f"condense {name} runs in one process: start it without the launcher, which has started {started_ranks()}."
+        )
 
 
 def check_ranks(ranks: int, device_map: str | None) -> None:

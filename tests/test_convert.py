@@ -38,7 +38,7 @@ def hybrid(llama, tmp_path_factory):
 
 def test_an_untrained_memory_is_said(llama, tmp_path):
     """Not of a checkpoint that was folded before, and not of Transformer-XL's memory, which reads a layer's input."""
-    said = f"Its memory is untrained: `condense train heal model={llama}` trains it.\n"
+    said = "Its memory is untrained: `condense train heal` trains one (docs/healing.md).\n"
     assert printed("convert", llama, tmp_path / "folded").endswith(said)
     for source, *options in (
         (tmp_path / "folded", "--segment-length", 64), (llama, "--memory-share", 0), (llama, "--to", "stock"),

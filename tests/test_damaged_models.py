@@ -340,7 +340,7 @@ def test_outputs_that_are_right(models, tmp_path, run, monkeypatch):
     for target in (tmp_path / "link", ".", tmp_path / "new" / "below"):
         said = (
             f"{target}: 102,208 parameters, segments of 512 tokens\n"
-            f"Its memory is untrained: `condense train heal model={models['llama']}` trains it.\n"
+            "Its memory is untrained: `condense train heal` trains one (docs/healing.md).\n"
         )
         assert run("convert", models["llama"], target) == (0, said)
         CondenseForCausalLM.from_pretrained(target)

@@ -15,7 +15,7 @@ from condense import loading, to_stock
 from condense.checks import check_full_attention
 from condense.configuration import IGNORE_INDEX
 from condense.families import FAMILIES
-from condense.loss import max_tokens
+from condense.loss import max_tokens, next_labels
 from condense.shared_weights import for_recomputation, share_weights
 
 from .adapters import own_model
@@ -47,10 +47,15 @@ class Distillation(ObjectiveKind):
     _placed: bool = PrivateAttr(False)
 
     def check(self, recipe: Any) -> None:
-        if self.hidden_weight and (recipe.gradient_checkpointing or recipe.model.schedule == "wavefront"):
+        if self.hidden_weight and recipe.gradient_checkpointing:
             raise ValueError(
-                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing and wavefronts do "
-                "not keep: set gradient_checkpointing=false and model.schedule=sequential (or auto), or hidden_weight=0"
+                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing does not keep: set "
+                "gradient_checkpointing=false, or hidden_weight=0"
+            )
+        if self.hidden_weight and recipe.model.schedule == "wavefront":
+            raise ValueError(
+                "objective.hidden_weight compares all layers' outputs, which wavefronts do not keep: set "
+                "model.schedule=sequential (or auto), or hidden_weight=0"
             )
 
     def check_zero_3(self) -> None:
@@ -118,7 +123,7 @@ class Distillation(ObjectiveKind):
             place(self._teacher, own, self._shares_weights)
         with torch.no_grad():
             known = self._teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
-        target_BN = F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
+        target_BN = next_labels(labels_BN)
         counted_BN = target_BN != IGNORE_INDEX
         divergence_n, cross_entropy_n = token_losses(
             (own.lm_head, self._teacher.lm_head),

@@ -67,7 +67,8 @@ def run_all_to_end(
                 environment = {**environment, PARENT: str(os.getpid())}
                 processes.append(subprocess.Popen(command, env=environment, stdin=stdin, **options))
                 _write(processes[-1], given)
-            while None in (exit_codes := [process.poll() for process in processes]) and not any(exit_codes):
+            # Once ranks were asked for checkpoints, the first that has saved doesn't end the others.
+            while None in (exit_codes := [process.poll() for process in processes]) and (asked or not any(exit_codes)):
                 time.sleep(POLL_S)
             exit_code = next(filter(None, exit_codes), 0)
         finally:

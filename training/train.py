@@ -267,7 +267,7 @@ def run_configuration(recipe: Recipe, *configs: Any) -> Iterator[None]:
 def stage_batches(
     recipe: Recipe, examples: Examples, held_out: Examples | None, process: Process, equal_lengths: bool
 ) -> Batches:
-    """Returns the batches of stages; `equal_lengths` pads micro-batches to the full length, for ZeRO-3."""
+    """Returns the batches of stages. For ZeRO-3, `equal_lengths` extends a row of each to the full length."""
     if process.launched:
         check_same_documents(examples, process.num_ranks)
     validation = ValidationBatches(recipe, held_out, equal_lengths) if held_out else None

@@ -175,7 +175,7 @@ class RecipeTrainer(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         """Returns Trainer's gradient norm; one that is not finite ends the run, or is counted as the recipe allows.
 
-        Without DeepSpeed this runs before the optimizer's step; DeepSpeed has already skipped the step.
+        Runs before the optimizer's step, or with DeepSpeed after a step that it has skipped.
         """
         self.pending_losses.check()  # of a step that DeepSpeed has skipped
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -209,7 +209,7 @@ class RecipeTrainer(Trainer):
         if "loss" in logs:
             logs |= by_octave(*self.window.over_ranks())
             seconds = time.perf_counter() - self.window_start
-            # NaN if the device of a rank is unknown
+            # All ranks take part, even if their device is unknown: the sum is then NaN.
             tokens, at_peak = over_ranks([self.window_tokens, self.window_at_peak / seconds], self.args.device)
             logs |= {"tokens_per_second": tokens / seconds, "ranks": self.args.world_size}
             if math.isfinite(at_peak):
@@ -247,7 +247,10 @@ class RecipeTrainer(Trainer):
             parts = [(sums["loss"], output), *((sums[f"loss_{name}"], one) for name, one in output.further.items())]
             parts += [(by_source[self.validation.source(number)], output)] if names else []
             for total, found in parts:
-                total.add(found.sums_S * is_own, found.targets_S * is_own)
+                if is_own:
+                    total.add(found.sums_S, found.targets_S)
+                else:  # as long on all ranks, to be summed over them
+                    total.add(torch.zeros_like(found.sums_S), torch.zeros_like(found.targets_S))
             right = [total + is_own * one for total, one in zip(right, now, strict=True)]
         model.train()
         totals = {name: one.over_ranks() for name, one in (*sums.items(), *zip(names, by_source, strict=True))}

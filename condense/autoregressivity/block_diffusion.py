@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..attention import AttentionMask
 from ..configuration import IGNORE_INDEX, CondenseConfig
 from ..execution.executor import run_layers
+from ..loss import next_labels
 from ..memory import KeyValueState, Memory, TransientState
 from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
@@ -283,11 +283,6 @@ def likelihood_bound(
     ).loss
     bound_BN = loss_n.new_zeros(target_BN.shape)
     return bound_BN.masked_scatter(hidden_BN, loss_n * corruption.weight_BN[hidden_BN].to(loss_n.dtype))
-
-
-def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:
-    """Returns the label [B, N] of the token after each one; the last has none."""
-    return F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def visible_to_blocks(chunk: Chunk, block_length: int) -> torch.Tensor:

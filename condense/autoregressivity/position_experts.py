@@ -7,12 +7,12 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ..choices import check_choice
 from ..configuration import IGNORE_INDEX
+from ..loss import next_labels
 from .late_cache import LateCache
 from .wrapper import SegmentSums, WrapperConfig, WrapperForCausalLM, WrapperOutput, positions_of, real_tokens
 
@@ -109,7 +109,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         if labels is None and logits_to_keep:
             owners_BN[:, :-logits_to_keep] = -1
         sums = SegmentSums(self.segments_of(positions_BN))
-        targets_BN = None if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        targets_BN = None if labels is None else next_labels(labels)
         logits_BNV = None
         for number, expert in enumerate(self.bases):
             own_BN = owners_BN == number

@@ -201,7 +201,8 @@ def interpolate(
     if kinds[0] != kinds[1]:
         (shape, dtype), (other_shape, other_dtype) = kinds
         raise ValueError(
-            f"embeddings of {shape} and {dtype} do not fit {other_shape} and {other_dtype}: use one model for both."
+            f"embeddings of shape {shape} in {dtype} do not fit shape {other_shape} in {other_dtype}: use one model "
+            "for both."
         )
     between = torch.lerp if how == "linear" else _slerp
     return Sentence(

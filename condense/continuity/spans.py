@@ -54,7 +54,9 @@ def find_spans(tokenizer: Any, text: str, part: str, whole_words: bool = True) -
 def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
     """Finds the tokens of `text[start:end]` without the white space at its ends."""
     if not 0 <= start < end <= len(text):
-        raise ValueError(f"characters {start} to {end} of {len(text)}: pass 0 <= start < end <= {len(text)}.")
+        raise ValueError(
+            f"characters {start} to {end} are not a part of {len(text)}: pass 0 <= start < end <= {len(text)}."
+        )
     first, last = _without_space(text, start, end)
     if first == last:
         raise ValueError(f"characters {start} to {end} of {text!r} are only white space: pass a part with other text.")

@@ -16,8 +16,8 @@ GRADIENTS = ("direct", "adjoint")
 class DepthSettings:
     """The block is member `position` of the decoder stack and stands for `num_replaced` layers.
 
-    field: the vector field, `"mlp"`, `"mlp_tau"` or `"layer"`; `field_size` is the width of an MLP's hidden layer, None
-    matches the number of weights of the replaced layers.
+    field: the vector field, `"mlp"`, `"mlp_tau"` or `"layer"`; `field_size` is the width of an MLP's hidden layer; None
+        gives it as many weights as the replaced layers have.
     control_size: components of the control u; 0 for a block without one.
     alpha: the scale of the field at the start of training; `learn_alpha=False` keeps it.
     solver: `"euler"`, `"midpoint"` and `"rk4"` (the 3/8 rule) take `steps` steps of equal length. `"dopri5"` and

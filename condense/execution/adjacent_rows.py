@@ -64,7 +64,7 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class BandRows:
-    """Returns the memory that a kernel writes the rows of a band's layers to."""
+    """The memory that a kernel writes the rows of a band's layers to."""
 
     group: GroupRows
     key: int

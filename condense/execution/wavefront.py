@@ -56,7 +56,7 @@ class WavefrontExecutor:
 
 @dataclass(frozen=True)
 class BandMetadata(AttentionMetadata):
-    """Returns the metadata of a band, whose layers work on a segment each; the last may be without a memory."""
+    """The metadata of a band, whose layers work on a segment each; the last may be without a memory."""
 
     first_segment_mask: AttentionMask | None = None  # the mask of that layer's rows
 

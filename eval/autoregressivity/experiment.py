@@ -2,34 +2,33 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from ..intervals import shown
 from ..options import stored
-from ..results_store import Key, Record
-from ..runner import Results, Task
+from ..results_store import Record
+from ..runner import Results
+from ..study import study
+from ..study.study import Item
 from .options import AblationOptions
 from .setup import Setup
 
-Item = TypeVar("Item", bound=Any)  # a named tuple with a `seed`
 NOT_IN_ROWS = ("curve", "quality", "accuracies")  # the fields of a record that the CSV leaves out
 
 
-class Experiment(Task[Item]):
+class Experiment(study.Experiment[Item]):
     """An experiment; `about` explains it in the report."""
 
     unit = "model"
     about: ClassVar[str]
 
     def __init__(self, options: AblationOptions, output: Path):
-        self.options, self.setup = options, Setup(options, output)
+        super().__init__(options, output)
+        self.setup = Setup(options, output)
 
     def settings(self) -> dict[str, Any]:
         self.setup.make()
         return stored(self.options) | self.setup.described_with_judge()
-
-    def key(self, item: Item) -> Key:
-        return item._asdict()
 
     def described(self, measured: Sequence[tuple[Item, Record]]) -> list[dict[str, Any]]:
         """Returns the records with the fields of their items."""

@@ -139,8 +139,7 @@ def loss_at(curve: list[dict[str, float]], step: float, name: str = "loss") -> f
 def _image_quality(output: Path, seed: int, setup: Setup) -> dict[str, float]:
     model: Any = DenoiserModel.from_pretrained(output).eval()
     generator = torch.Generator().manual_seed(seed)
-    evaluations = (
-        setup.size.sampling_steps * model.config.steps // LONGEST
-    )  # at equal distances for any number of steps
+    # At equal distances for any number of steps.
+    evaluations = setup.size.sampling_steps * model.config.steps // LONGEST
     images = sample(model, setup.size.images, evaluations, "ddim", generator)
     return {"evaluations": evaluations} | digit_quality(to_values(images).numpy())

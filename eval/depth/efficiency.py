@@ -31,22 +31,33 @@ from .pretraining import held_out_windows, trained
 TRAINED = ("baseline", "hybrid", "twin", "wide_twin", "shorter")
 STEPS = (4, 16, 64, 256)
 REFERENCE = ("rk4", 256)
-Solvers = dict[str, dict[str, Any]]  # by name, which begins with the arm: settings of its solver
-INFERENCE: Solvers = {
-    **{arm: {} for arm in TRAINED if arm != "hybrid"},
+
+
+class Contender(NamedTuple):
+    arm: str
+    solver: dict[str, Any] = {}
+
+
+INFERENCE = {
+    **{arm: Contender(arm) for arm in TRAINED if arm != "hybrid"},
     **{
-        f"hybrid, {solver} {steps}": {"solver": solver, "steps": steps}
+        f"hybrid, {solver} {steps}": Contender("hybrid", {"solver": solver, "steps": steps})
         for solver, steps in (("euler", 1), ("euler", 2), ("euler", 4), ("euler", 8), ("midpoint", 4), ("rk4", 4))
     },
     **{
-        f"hybrid, {solver} {tolerance:g}": {"solver": solver, "rtol": tolerance, "atol": tolerance / 10}
+        f"hybrid, {solver} {tolerance:g}": Contender(
+            "hybrid", {"solver": solver, "rtol": tolerance, "atol": tolerance / 10}
+        )
         for solver, tolerance in product(ADAPTIVE_SOLVERS, (1e-2, 1e-3, 1e-5))
     },
 }
 DIRECT, ADJOINT = ({"solver": "euler", "gradient": gradient} for gradient in ("direct", "adjoint"))
-TRAINING: Solvers = {
-    "baseline": {}, "hybrid": DIRECT, "hybrid, adjoint": ADJOINT, "twin": {}, "wide_twin": {}, "shorter": {}
-}  # fmt: skip
+TRAINING = {
+    "baseline": Contender("baseline"),
+    "hybrid": Contender("hybrid", DIRECT),
+    "hybrid, adjoint": Contender("hybrid", ADJOINT),
+    **{arm: Contender(arm) for arm in ("twin", "wide_twin", "shorter")},
+}
 GRADIENT_TOKENS = 16
 REPEATS, SMALL_REPEATS = 10, 2
 MEGABYTE = 2**20
@@ -167,8 +178,7 @@ def in_turn(calls: Calls, repeats: int) -> dict[str, list[float]]:
 def measure_inference(models: Models, ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
     """Measures seconds with and without the head, evaluations, and predicted ratios."""
     found, calls, baseline, head = Record(), Calls(), operations("baseline", size, 0), head_operations(size)
-    for name, solver in INFERENCE.items():
-        arm = name.partition(",")[0]
+    for name, (arm, solver) in INFERENCE.items():
         model, prepare = models[arm], partial(_prepare, models[arm], solver)
         calls[name] = (prepare, partial(model, ids_BN))
         calls[f"{name} body"] = (prepare, partial(model.transformer, ids_BN))
@@ -199,13 +209,13 @@ def _prepare(model: GPT2LMHeadModel, solver: dict[str, Any]) -> None:
 def measure_training(models: Models, ids_BN: torch.Tensor, size: Size, repeats: int) -> Record:
     """Measures seconds of a training step and the bytes kept for its backward pass. Changes the models' weights."""
     found, calls = Record(), Calls()
-    for name, solver in TRAINING.items():
-        model = models[name.partition(",")[0]]
+    for name, (arm, solver) in TRAINING.items():
+        model = models[arm]
         optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate, fused=True)
         calls[name] = (partial(_prepare, model, solver), partial(_step, model, optimizer, ids_BN))
         _prepare(model, solver)
         saved = saved_bytes(model, partial(_loss, model, ids_BN))
-        found[name] = {"saved_bytes": saved, "predicted": _predicted_training(name, size)}
+        found[name] = {"saved_bytes": saved, "predicted": _predicted_training(arm, solver, size)}
     seconds = in_turn(calls, repeats)
     return {name: record | {"seconds": seconds[name]} for name, record in found.items()}
 
@@ -220,12 +230,11 @@ def _step(model: GPT2LMHeadModel, optimizer: torch.optim.Optimizer, ids_BN: torc
     optimizer.zero_grad()
 
 
-def _predicted_training(name: str, size: Size) -> float:
+def _predicted_training(arm: str, solver: dict[str, Any], size: Size) -> float:
     """Returns the ratio to the baseline: a backward pass counts as two forward ones; the adjoint adds one."""
-    arm, _, gradient = name.partition(", ")
     head, baseline, without = head_operations(size), operations("baseline", size, 0), operations(arm, size, 0)
     body = without if arm in ("baseline", "shorter") else operations(arm, size, TWIN_STEPS)
-    counted = 3 * (body + head) + (body - without if gradient == "adjoint" else 0)
+    counted = 3 * (body + head) + (body - without if solver == ADJOINT else 0)
     return counted / (3 * (baseline + head))
 
 

@@ -4,6 +4,7 @@ Axes: T tokens, n tokens of all prompts, D hidden size, N examples.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from .lexicon import PAPER_PAIR, PAPER_PROMPT
 from .models import block_in
 from .pretraining import Setup
 from .probe import probe_accuracy
-from .readings import accurate, inputs_of, read_flow
+from .readings import accurate, control_of, inputs_of, read_flow
 from .steered import parts_of
 from .steering_measures import pair_log_probs
 from .words import Ids, encode_prompt, encode_word
@@ -25,6 +26,7 @@ EVALUATIONS_PER_STEP = {
     "common": {"dopri5": 6, "adaptive_heun": 1},
     "mean": {"dopri5": 6, "adaptive_heun": 2},
 }
+EVALUATIONS = 100_000  # at most
 BOUNDARY = 0.3  # of u, between the paper's two regimes
 TAUS = (0.0, 0.5, 0.67, 1.0)
 READINGS = ("sentiment, new prompts", "sentiment, new prompts and words", "sign of u, new prompts")
@@ -39,8 +41,11 @@ class Evaluations:
     @torch.no_grad()
     def by_token(self, start_nD: torch.Tensor, u: float, tolerance: float) -> list[int]:
         """Returns the NFE of each token, each with its own steps."""
-        _, evaluations_n = read_flow(self.block, u).adaptive(start_nD[None], self.solver, tolerance, tolerance / 10)
-        return evaluations_n.tolist()
+        block = self.block
+        block.settings = replace(
+            block.settings, solver=self.solver, rtol=tolerance, atol=tolerance / 10, max_evaluations=EVALUATIONS
+        )
+        return block.flow(start_nD, control_of(block, u)).num_evaluations.tolist()
 
     @torch.no_grad()
     def common(self, start_nD: torch.Tensor, u: float, tolerance: float) -> int:

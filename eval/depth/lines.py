@@ -17,8 +17,9 @@ def groups(lines: pd.DataFrame, *names: str) -> Iterator[tuple[Any, pd.DataFrame
 
 
 def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Makes a table with the columns of the last row; a cell that a row doesn't have is a dash."""
+    """Makes a table with the columns of the last row; a cell that another row doesn't have is a dash."""
     columns = list(rows[-1])
+    assert all(set(row) <= set(columns) for row in rows)
     return Table(title, columns, [[row.get(column, "-") for column in columns] for row in rows])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from condense.depth import DepthSettings, MLPField
-from condense.depth.fields import field_size_for
+from condense.depth.fields import Tau, field_size_for
 from condense.depth.stock import StockDepthBlock
 
 ARMS = ("baseline", "hybrid", "twin", "wide_twin", "shorter", "alpha_fixed", "alpha_one")
@@ -52,16 +52,20 @@ SMALL = Size(
 
 
 class StepsField(nn.Module):
-    """A field that is constant in tau between some depths: its Euler steps are residual layers with their own weights.
+    """A field that is constant in tau between equally spaced depths.
 
-    Used by `twin` and `wide_twin`, the discrete models compared with the flow, which take fixed steps.
+    Its Euler steps are residual layers with their own weights.
+    Used by `twin` and `wide_twin`, the discrete models compared with the flow. Raises `ValueError` for a solver that
+    chooses each token's steps.
     """
 
     def __init__(self, fields: Sequence[nn.Module]):
         super().__init__()
         self.fields = nn.ModuleList(fields)
 
-    def forward(self, tau: float, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, tau: Tau, hidden_xD: torch.Tensor, control_xC: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(tau, torch.Tensor):
+            raise ValueError("a twin takes steps of equal length: choose the solver euler.")
         number = int(tau * len(self.fields) + 1e-6)
         return self.fields[min(number, len(self.fields) - 1)](tau, hidden_xD, control_xC)
 

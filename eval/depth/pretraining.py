@@ -35,7 +35,10 @@ class Setup(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Figures of a training step, with norms before clipping; NaN for a flow that is not finite, or without a block."""
+    """Figures of a training step, with norms before clipping.
+
+    Losses and norms are NaN if the flow is not finite; the block's norm and alpha are NaN without a block.
+    """
 
     loss: float = math.nan
     gradient_norm: float = math.nan
@@ -71,7 +74,7 @@ def log_of(arm: str, seed: int, setup: Setup, folder: Path) -> dict[str, list[An
     path = model_folder(arm, seed, folder) / "steps.json"
     stored = json.loads(path.read_text(encoding="utf-8"))
     if stored["setup"] != setup.describe():
-        raise ValueError(f"{path.parent} has a different size or text: pass another --output, or delete it.")
+        raise ValueError(f"{path.parent} holds a model of another size or text: pass another --output, or delete it.")
     return stored["log"]
 
 

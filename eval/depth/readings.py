@@ -92,8 +92,13 @@ def read_steps(block: StockDepthBlock) -> Reading:
     return Reading(tuple(_slope(block, field, 0.0, len(fields)) for field in fields), len(fields), 1)
 
 
+def control_of(block: StockDepthBlock, control: float) -> torch.Tensor:
+    """Returns the control [1, C] of all tokens, in the block's precision."""
+    return block.alpha.detach().new_full((1, block.settings.control_size), control)
+
+
 def _slope(block: StockDepthBlock, field: Any, control: float, parts: int = 1) -> Derivative:
-    control_1C = torch.full((1, block.settings.control_size), control).to(block.alpha)
+    control_1C = control_of(block, control)
     return lambda tau, state_nD: block.alpha * field(tau, state_nD, control_1C) / parts
 
 

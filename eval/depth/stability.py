@@ -157,7 +157,9 @@ def _difference(by_seed: pd.Series) -> dict[str, Any]:
 def _main(results: dict[str, Any]) -> Table:
     by_arm = pd.DataFrame(results["records"]).drop(columns="log").groupby("arm")
     last_loss, size, data = _last_loss(results), results["size"], described_line(results)
-    rows: list[dict[str, Any]] = [row | {last_loss: row["loss"]} for row in PAPER_ROWS]
+    rows: list[dict[str, Any]] = [
+        {last_loss if name == "loss" else name: cell for name, cell in row.items()} for row in PAPER_ROWS
+    ]
     for arm in ARMS:
         own = by_arm.get_group(arm)
         first = own.iloc[0]

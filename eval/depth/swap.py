@@ -82,13 +82,14 @@ class Swap(Experiment[Start]):
     kind = "depth_swap"
     unit = "start"
     about = (
-        "Two layers of a trained Llama are replaced by a depth block that begins in different ways. Then the model, or "
-        "only the block, is finetuned on next tokens. The cost is the held-out loss minus that of the untouched "
+        "Two layers of a trained Llama are replaced by a depth block that begins in different ways. Then the model, "
+        "or only the block, is finetuned on next tokens. The cost is the held-out loss minus that of the untouched "
         "original, whose block is the two layers themselves. A fitted field is the least squares of the replaced "
         "layers' change on random features, of training rows as they are or with shuffled tokens. A block takes 4 "
-        "Euler steps. missed is the share of the layers' change on held-out rows (its variance over tokens) that the "
-        "end of the block misses. Without files, the texts are sampled from the model at temperature 1. Seeds differ "
-        "in random weights, features and batches; intervals are 95 % t intervals over seeds."
+        "Euler steps, one_step a single one, and the field layer one for each replaced layer. missed is the share of "
+        "the layers' change on held-out rows (its variance over tokens) that the end of the block misses. Without "
+        "files, the texts are sampled from the model at temperature 1. Seeds differ in random weights, features and "
+        "batches; intervals are 95 % t intervals over seeds."
     )
 
     def __init__(self, options: DepthOptions, output: Path):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from condense.files import atomic_folder
 from condense.training.recipe import Recipe
@@ -88,17 +89,25 @@ def train_alone(recipe: Recipe) -> None:
 
 
 def make_once(path: Path, write: Callable[[Path], None]) -> Path:
-    """Returns the folder `path`, which `write` fills if it is missing; other processes that want it wait.
+    """Returns the folder `path`, which `write` fills if it is missing; other processes that want it say so and wait.
 
     Removes what a killed process left of the folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"waiting for the process that makes {path}", file=sys.stderr)
+        lock.acquire()
+    try:
         if not path.exists():
             for left in path.parent.glob(f".{path.name}.*.partial"):
                 shutil.rmtree(left)
             with atomic_folder(path) as folder:
                 write(folder)
+    finally:
+        lock.release()
     return path
 
 

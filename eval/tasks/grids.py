@@ -234,6 +234,6 @@ def trained_length(source: str) -> int | None:
         return int(fields["milestones"][-1][1]) * int(config["segment_length"])
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{found} is damaged, can't read the longest text in training from it ({type(error).__name__}: {error}):"
+            f"{found} is damaged: the longest text in training can't be read ({type(error).__name__}: {error});"
             " copy it again, or delete it and pass --longest-trained."
         ) from error

@@ -91,7 +91,8 @@ def test_a_damaged_recipe_is_named_before_anything_is_measured(text, folders, tm
     model = shutil.copytree(folders / "llama", tmp_path / "model")
     (model / "recipe.json").write_text(text)
     with pytest.raises(
-        ValueError, match=r"recipe\.json is damaged, can't read the longest text .* delete it and pass --longest"
+        ValueError,
+        match=r"recipe\.json is damaged: the longest text in training can't be read .* delete it and pass --longest",
     ):
         evaluate("passkey", tmp_path / "out", models=[str(model)], lengths=[80], depths=(0.0,), num_prompts=1)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from condense.training.subprocesses import INTERVAL_S, end_with_parents, run_to_end
+from condense.training.subprocesses import INTERVAL_S, PLEASE_SAVE, end_with_parents, run_all_to_end, run_to_end
 
 from .ranks import FORKS, run_ranks
 from .runs import ROOT, launch_command
@@ -102,6 +102,36 @@ def test_no_rank_outlives_those_that_started_it(who, number, tree):
 
 def test_a_command_that_ends_by_itself():
     assert run_to_end([sys.executable, "-c", "import sys; sys.exit(3)"], os.environ) == 3
+
+
+SAVES = """
+import pathlib, signal, sys, time
+delay, folder = float(sys.argv[1]), pathlib.Path(sys.argv[2])
+def save(*_):
+    time.sleep(delay)
+    (folder / f"saved-{delay}").touch()
+    sys.exit(75)
+signal.signal(signal.Signals(int(sys.argv[3])), save)
+(folder / f"begun-{delay}").touch()
+time.sleep(60)
+"""
+
+
+def run_two_that_save(folder: str) -> None:
+    commands = [
+        ([sys.executable, "-c", SAVES, str(delay), folder, str(int(PLEASE_SAVE)), "--local_rank=0"], os.environ)
+        for delay in (0.1, 2.0)
+    ]
+    sys.exit(run_all_to_end(commands))
+
+
+def test_the_first_that_has_saved_waits_for_the_others(tmp_path):
+    front = FORKS.Process(target=run_two_that_save, args=(str(tmp_path),))
+    front.start()
+    assert wait_for(lambda: len(list(tmp_path.glob("begun-*"))) == 2, WAIT_S)
+    front.terminate()
+    front.join(END_S)
+    assert front.exitcode == 75 and {path.name for path in tmp_path.glob("saved-*")} == {"saved-0.1", "saved-2.0"}
 
 
 def run_under_nohup() -> None:

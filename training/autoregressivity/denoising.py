@@ -46,7 +46,10 @@ def draw(places: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hidden(seed: int, kind: int, places: torch.Tensor, number: int, rate: float) -> torch.Tensor:
-    """Returns which of the `number` items of each image are unknown, [B, number]: `rate` of them, rounded down."""
+    """Returns which of the `number` items of each image are unknown, [B, number]: always the same, `rate` of them.
+
+    The count is rounded down, so at least one is known.
+    """
     things = torch.arange(number, device=places.device)
     chances = uniform(seed, torch.full_like(places, kind)[:, None], places[:, None], things)
     return chances.argsort(dim=1, stable=True).argsort(dim=1) < int(rate * number)
@@ -99,7 +102,7 @@ class Denoising(ObjectiveKind):
         images, places = to_images(batch["input_ids"]), batch["places"]
         noise, times = draw(places, self.steps)
         seed = self.seed if self.fixed else int(torch.randint(2**62, ()))
-        known, share, first = self._targets(seed, places, times)
+        known, share, first = self._known_and_start(seed, places, times)
         states, target = noise_schedule(self.steps).add_noise(images, noise, first), noise
         if first is not times:
             states = free_run(model, states, first, times, self.steps)
@@ -114,7 +117,7 @@ class Denoising(ObjectiveKind):
         loss = loss * (own / num_targets)
         return Losses(loss, (loss.detach() * num_targets)[None], own[None])
 
-    def _targets(
+    def _known_and_start(
         self, seed: int, places: torch.Tensor, times: torch.Tensor
     ) -> tuple[torch.Tensor | None, float, torch.Tensor]:
         """Returns which items have a target, broadcastable to [B, 1, 8, 8] (None: all), their share, and times [B].

@@ -39,7 +39,9 @@ class FreeRunning(ObjectiveKind):
 
     def check_zero_3(self) -> None:
         if self.steps > 1:
-            raise ValueError(f"objective.steps={self.steps} would gather all weights for each token: use ZeRO-2.")
+            raise ValueError(
+                f"under ZeRO-3, objective.steps={self.steps} gathers all weights for each token: use ZeRO-2."
+            )
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         if self.steps == 1:

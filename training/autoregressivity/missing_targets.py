@@ -35,7 +35,7 @@ class MissingTargets(ObjectiveKind):
 
     def check_zero_3(self) -> None:
         if self.rate and self.unknown == "free_run":
-            raise ValueError("objective.unknown=free_run would gather all weights for each token: use ZeRO-2.")
+            raise ValueError("under ZeRO-3, objective.unknown=free_run gathers all weights for each token: use ZeRO-2.")
 
     def missing(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns True [B, N] at the labels that are missing; without `fixed`, each call draws others."""

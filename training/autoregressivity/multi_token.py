@@ -43,11 +43,13 @@ class MultiToken(ObjectiveKind):
         targets_BNk = targets_of_heads(batch["labels"], batch.get("attention_mask"), self.tokens)
         return targets_BNk.ne(IGNORE_INDEX).sum()
 
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        return next_token_losses(model, batch, num_targets)
+
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         if self.tokens == 1:
             return next_token_losses(model, batch, 1)
         inputs: dict[str, Any] = {**batch}
-        first, as_generated = (
-            next_token_losses(model, inputs | {"supervised": heads}, 1) for heads in ("first_head", "as_generated")
-        )
+        first = next_token_losses(model, inputs | {"supervised": "first_head"}, 1)
+        as_generated = next_token_losses(model, inputs | {"supervised": "as_generated"}, 1)
         return first._replace(further={"as_generated": as_generated})

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import Field
 
 from condense.autoregressivity.position_experts import SPLITS, PositionExpertsForCausalLM
 
-from ..recipe.objectives import OBJECTIVES, ObjectiveKind
+from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 from ..recipe.section import one_of
 
 
@@ -42,3 +43,6 @@ class PositionExperts(ObjectiveKind):
             return model
         length = recipe.stages[0].total_length if self.split == "interval" else None
         return PositionExpertsForCausalLM.from_base(model, self.experts, self.split, length)
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        return next_token_losses(model, batch, num_targets)

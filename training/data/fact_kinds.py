@@ -77,9 +77,8 @@ class World:
         self.facts: list[str] = []
         self.place_of: dict[str, str] = {}
         self.holder_of: dict[str, str] = {}
-        self.places_of: dict[str, list[str]] = {
-            thing: [] for thing in THINGS
-        }  # in order, each different from the one before
+        # In order, each different from the one before.
+        self.places_of: dict[str, list[str]] = {thing: [] for thing in THINGS}
 
     def _say(self, templates: Sequence[str], **words: str) -> None:
         self.facts.append(pick(self.generator, templates).format(**words))

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count, islice, repeat
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,8 +101,8 @@ class _Merged:
     def readings(self) -> list[Reading]:
         """Returns the shards that are not completely read; the first one begins at the chunk of the position."""
         readings = (
-            Reading(self.source, self.number, shard, number, self.with_summaries)
-            for number, shard in enumerate(self.shards)
+            Reading(self.source, self.number, shard, shard_number, self.with_summaries)
+            for shard_number, shard in enumerate(self.shards)
         )
         first, *others = islice(readings, self.position.shard, None)
         return [first._replace(first=self.position.chunk, position=self.position.before), *others]
@@ -146,8 +146,9 @@ class _Preparation:
     def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode]) -> None:
         positions = [Position(*position) for position in self.notes["positions"] or [()] * len(sources)]
         described = self.notes.get("sources") or [{}] * len(sources)  # folders of earlier versions have none
-        with_summaries = repeat(not isinstance(self.data, TextData))
-        merged = list(map(_Merged, sources, count(), with_summaries, positions, described))
+        with_summaries = not isinstance(self.data, TextData)
+        given = zip(sources, positions, described, strict=True)
+        merged = [_Merged(source, number, with_summaries, *rest) for number, (source, *rest) in enumerate(given)]
         progress = _Progress(self)
         with progress.bar:
             if self.num_workers:

@@ -61,7 +61,7 @@ class Questions:
     prompt_ids_BN: torch.Tensor
     answer_ids_BA: torch.Tensor
     answers: list[list[str]]  # the words of each answer
-    said_at: list[int]  # where the sentence with the answer, or its first word, begins in each prompt
+    said_at: list[int]  # where the sentence with the answer, or with its first word, begins in each prompt
 
 
 # Roles of tokens: a model can predict the token, or it can't, or the token belongs to an answer.

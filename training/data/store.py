@@ -181,4 +181,6 @@ def write_part(sink: Any, kept: Sequence[Tokens], notes: dict[str, Any]) -> None
 def read_part(source: Any) -> Part:
     """Reads a part from a memory map or a buffer."""
     reader = pa.ipc.open_file(source)
+    if not reader.schema.equals(SCHEMA):
+        raise ValueError(f"columns {reader.schema.names}, not {SCHEMA.names}")
     return Part(reader.get_batch(0), json.loads(reader.schema.metadata[b"notes"]))

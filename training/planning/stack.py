@@ -39,7 +39,7 @@ def stack_of(config: LlamaConfig) -> Stack:
     own = shares.pop(position) if shares else 1
     others, shared = num_layers - 1, shares.count(0)
     if not width:
-        return Stack(others + evaluations, num_layers, evaluations, 0, evaluations, False, shared, blended)
+        return Stack(others + evaluations, num_layers, evaluations, kept=evaluations, shared=shared, blended=blended)
     blended -= 0 < own < 1  # such a block has no memory
     kept = 0 if is_adjoint else evaluations
     return Stack(others, others, evaluations, width, kept, is_adjoint, shared, blended)

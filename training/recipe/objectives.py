@@ -30,7 +30,7 @@ class Losses(NamedTuple):
 
 
 class ObjectiveKind(Section):
-    """The interface of an objective; by default the cross-entropy of next tokens."""
+    """The interface of an objective."""
 
     kind: str
 
@@ -40,7 +40,7 @@ class ObjectiveKind(Section):
     # Whether the trained model's forward pass predicts next tokens: validation can then count answers.
     predicts_next_tokens: ClassVar[bool] = False
     takes_adapters: ClassVar[bool] = False
-    needs_folded: ClassVar[bool] = False  # models
+    needs_folded: ClassVar[bool] = False  # whether the model must be a folded one
     is_of_images: ClassVar[bool] = False
 
     def check(self, recipe: Any) -> None:
@@ -68,7 +68,7 @@ class ObjectiveKind(Section):
 
         `batch` has `input_ids` and `labels` [B, N], and an `attention_mask` if rows are padded.
         """
-        return next_token_losses(model, batch, num_targets)
+        raise NotImplementedError
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         """Returns the losses of a validation batch: the training loss, or what compares with other objectives."""
@@ -88,6 +88,9 @@ class NextToken(ObjectiveKind):
 
     predicts_next_tokens: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
+
+    def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
+        return next_token_losses(model, batch, num_targets)
 
 
 def next_token_losses(model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:

@@ -20,7 +20,7 @@ from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section, one_of
 class Stage(Section):
     """A number of steps on texts of up to `total_length` tokens."""
 
-    total_length: int = Field(ge=2, description="tokens")
+    total_length: int = Field(ge=2, description="maximum tokens of a text")
     steps: int = Field(ge=1)
 
 
@@ -67,7 +67,9 @@ class Optimizer(Section):
     learning_rate: Annotated[float, MAY_CHANGE_FROM_HERE] = Field(1e-3, gt=0)
     final_learning_rate: Annotated[float, MAY_CHANGE_FROM_HERE] = Field(0.0, ge=0)
     warmup_steps: Annotated[int, MAY_CHANGE_FROM_HERE] = Field(50, ge=1)
-    decay_steps: Annotated[int | None, MAY_CHANGE_FROM_HERE] = Field(None, ge=1, description="None: until the end")
+    decay_steps: Annotated[int | None, MAY_CHANGE_FROM_HERE] = Field(
+        None, ge=1, description="None: all steps after the warm-up"
+    )
     weight_decay: float = Field(0.01, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, gt=0, lt=1)
@@ -86,7 +88,9 @@ class Optimizer(Section):
 class Evaluation(Section):
     """Loss on held-out sequences: before the first step, every `every` steps, and after each stage."""
 
-    every: Annotated[int | None, MAY_CHANGE] = Field(None, ge=1, description="steps; None: no more")
+    every: Annotated[int | None, MAY_CHANGE] = Field(
+        None, ge=1, description="steps; None: only before the first step and after each stage"
+    )
     sequences: int = Field(64, ge=1)
     sources: list[Source] = Field([], description="its documents; none: training documents are held out")
     reference_loss: Annotated[float | None, MAY_CHANGE] = Field(None, ge=0, description="the paper's, for comparison")
@@ -142,7 +146,9 @@ class Recipe(Section):
         None, description="checkpoint of another output, used until this output has its own"
     )
     log_every: Annotated[int, MAY_CHANGE] = Field(10, ge=1)
-    max_skipped_steps: Annotated[int, MAY_CHANGE] = Field(0, ge=0, description="non-finite gradients; more end the run")
+    max_skipped_steps: Annotated[int, MAY_CHANGE] = Field(
+        0, ge=0, description="steps with a gradient that is not finite; more end the run"
+    )
     record_memory_history: Annotated[bool, MAY_CHANGE] = Field(
         False, description="snapshots of a GPU that ran out of memory include the lines that allocated it"
     )
@@ -222,8 +228,8 @@ class Recipe(Section):
     def _check_former_keys(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        for key in FORMER_KEYS.keys() & fields:
-            raise ValueError(f"{key} is not a key of a recipe any more: write {FORMER_KEYS[key]}")
+        if former := [key for key in fields if key in FORMER_KEYS]:
+            raise ValueError(f"{former[0]} is not a key of a recipe any more: write {FORMER_KEYS[former[0]]}")
         if isinstance(model := fields.get("model"), dict) and model.get("kind") == "llama":
             raise ValueError("model.kind=llama is called stock now: write model.kind=stock")
         return fields
@@ -314,7 +320,8 @@ def _check_images(recipe: Recipe) -> None:
 def _check_resume(recipe: Recipe) -> None:
     if recipe.resume and recipe.resume.parent.resolve() == recipe.output.resolve():
         raise ValueError(
-            f"resume={recipe.resume} lies in this run's own output: leave it out, and delete the checkpoints after it"
+            f"resume={recipe.resume} lies in this run's own output, whose newest checkpoint is resumed anyway: leave "
+            "it out, and to resume from an earlier one, delete the later ones"
         )
 
 
@@ -324,7 +331,7 @@ def _check_steps(recipe: Recipe) -> None:
     if left < needed:
         raise ValueError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} leaves {left} of {recipe.steps} steps to decay in, fewer "
-            f"than {needed}: change one of them"
+            f"than optimizer.decay_steps={needed}: lower one of them, or train for more steps"
         )
     # Losses are averaged between logged lines, and a resumed run begins a new average.
     multiples = {"checkpoints.every": recipe.checkpoints.every}
@@ -344,7 +351,9 @@ def _check_objective(recipe: Recipe) -> None:
         )
     objective.check(recipe)
     if recipe.lora and not objective.takes_adapters:
-        raise ValueError(f"lora does not go with objective.kind={objective.kind!r}: choose next_token or distill")
+        raise ValueError(
+            f"lora does not go with objective.kind={objective.kind!r}: leave lora out, or choose next_token or distill"
+        )
     schedule = getattr(model, "schedule", None)
     if recipe.lora and schedule in ("wavefront", "graph"):
         raise ValueError(

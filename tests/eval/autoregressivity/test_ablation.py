@@ -39,6 +39,7 @@ from condense.eval.autoregressivity.text_quality import generate, text_quality
 from condense.eval.autoregressivity.training import loss_at
 from condense.eval.report import write_report
 from condense.eval.results import write_results
+from condense.eval.runner import run_on_ranks
 from condense.training.autoregressivity.denoiser import LONGEST
 from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
@@ -307,4 +308,5 @@ def test_the_command_passes_its_arguments_to_processes(tmp_path, monkeypatch):
     done = CliRunner().invoke(app, ["study", "ablations", "sampling", *options])
     assert isinstance(done.exception, FileNotFoundError), done.exception  # the processes write no results here
     ((number, work),) = passed
-    assert number == 2 and pickle.loads(work)[2] == "ablation_sampling"
+    called, make_task, kind, *_ = pickle.loads(work)
+    assert (number, called, kind) == (2, run_on_ranks, "ablation_sampling") and make_task.args == ("sampling",)

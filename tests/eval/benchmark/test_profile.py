@@ -161,6 +161,8 @@ def test_a_failing_case_says_why(llama, tmp_path):
         profile(tmp_path, ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[128], segments=[0]))
     with pytest.raises(ValueError, match="^nothing to profile: pass either --preset"):
         command("profile", "--output", tmp_path)
+    with pytest.raises(ValueError, match="^--preset table1 beside a: pass either --preset"):
+        ProfileOptions(configs=["a"], preset="table1")
 
 
 @pytest.mark.usefixtures("without_pictures")

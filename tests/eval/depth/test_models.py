@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from condense.depth import set_solver
 from condense.eval.depth.models import ARMS, PAPER, SMALL, block_of, build, num_parameters
 from condense.eval.depth.pretraining import held_out_loss, log_of, model_folder, train, trained
 
@@ -53,6 +54,9 @@ def test_the_twins_are_residual_steps_of_their_own_weights(arm, times):
     solution = block.flow(hidden, control)
     torch.testing.assert_close(solution.end_xD, expected)
     assert solution.num_evaluations == 4
+    set_solver(model, "adaptive_heun")
+    with pytest.raises(ValueError, match="choose the solver euler"):
+        block.flow(hidden, control)
 
 
 def test_trained_models_are_stored(setup, tmp_path):
@@ -66,7 +70,7 @@ def test_trained_models_are_stored(setup, tmp_path):
     assert (model_folder("hybrid", 0, tmp_path) / "model.safetensors").stat().st_mtime_ns == before
     for weight, stored in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(weight, stored)
-    with pytest.raises(ValueError, match="different size or text"):
+    with pytest.raises(ValueError, match="holds a model of another size or text"):
         trained("hybrid", 0, setup, tmp_path)
 
 

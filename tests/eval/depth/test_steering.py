@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from condense.depth.block import NotFiniteError
 from condense.eval.depth import effort, evaluations, probe, steered, steering, steering_measures
 from condense.eval.depth.experiments import EXPERIMENTS, find_experiment
 from condense.eval.depth.models import SMALL, block_of, build
@@ -70,6 +71,15 @@ def test_steps_by_token_ignore_the_neighbours(lively, solver, tolerance):
     assert tight > loose
     steps = evaluations.num_steps_of("common", solver, loose)
     assert steps == int(steps) > 1
+
+
+def test_a_flow_that_is_not_finite_is_no_matter_of_tolerances(lively):
+    counted = evaluations.Evaluations(lively, "dopri5")
+    (start,) = evaluations.states_before(lively, [(1, 2, 3)])
+    with torch.no_grad():
+        counted.block.field.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(NotFiniteError, match="values that are not finite"):
+        counted.by_token(start, 1.0, 1e-4)
 
 
 @pytest.mark.parametrize(("solver", "tolerance"), [("dopri5", 1e-6), ("adaptive_heun", 1e-4)])

@@ -33,7 +33,7 @@ def test_a_writer_that_fails_leaves_no_folder_and_what_a_killed_one_left_goes(tm
     assert [path.name for path in tmp_path.iterdir()] == [".one.lock"]
 
 
-def test_a_second_one_waits_for_the_first(tmp_path):
+def test_a_second_one_waits_for_the_first(tmp_path, capfd):
     begun, go_on, calls = threading.Event(), threading.Event(), []
 
     def write(folder):
@@ -46,6 +46,9 @@ def test_a_second_one_waits_for_the_first(tmp_path):
     threads[0].start()
     assert begun.wait(10)
     threads[1].start()
+    said = ""
+    while "waiting for the process that makes" not in said:
+        said += capfd.readouterr().err
     go_on.set()
     for thread in threads:
         thread.join(10)

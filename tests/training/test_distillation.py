@@ -186,11 +186,8 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
     ("options", "words"),
     [
         (["model={kind: stock, source: start}"], "a folded model, not model.kind='stock': set model.kind=condense"),
-        (["objective.hidden_weight=1", "gradient_checkpointing=true"], "gradient checkpointing and wavefronts do not"),
-        (
-            ["objective.hidden_weight=1", "model.schedule=wavefront"],
-            "checkpointing=false and model.schedule=sequential",
-        ),
+        (["objective.hidden_weight=1", "gradient_checkpointing=true"], "set gradient_checkpointing=false, or hidden"),
+        (["objective.hidden_weight=1", "model.schedule=wavefront"], "set model.schedule=sequential .*, or hidden"),
         (["objective.weight=1.5"], "objective.weight"),
         (["objective.temperature=0"], "objective.temperature"),
         (["objective.teacher=FOLDED"], "is a folded model, which forgets like its student"),

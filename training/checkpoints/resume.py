@@ -115,7 +115,7 @@ def former_stages(checkpoint: Path, recipe: Recipe) -> list[list[Stage]]:
 
 
 def _stored_recipe(marker: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    return with_defaults(migrate(marker["recipe"]), recipe)
+    return with_defaults(marker["recipe"], recipe)
 
 
 def _same_until(step: int, before: list[dict] | None, now: list[dict] | None) -> bool:
@@ -148,26 +148,6 @@ def _without_paths(value: Any, held: list[list[str] | None]) -> list[Any]:
         part if content is None else [content, part | {"files": ""} if isinstance(part, dict) else ""]
         for part, content in zip(parts, held, strict=True)
     ]
-
-
-def migrate(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Converts a checkpoint's recipe to today's keys.
-
-    Before models had kinds, `model` was a text and a folded model's fields lay beside it. The optimizer was AdamW with
-    the betas and eps given here. The kind `stock` was called `llama`.
-    """
-    if not isinstance(recipe["model"], str):
-        former = recipe["model"].get("kind") == "llama"
-        return recipe | {"model": recipe["model"] | {"kind": "stock"}} if former else recipe
-    others = {name: value for name, value in recipe.items() if name not in ("model", "folded")}
-    names = ("segment_length", "bptt_segments", "schedule", "offload_memories")
-    folded = {name: others.pop(name) for name in names if name in others}
-    if recipe["folded"]:
-        model = {"kind": "condense", "source": recipe["model"], **folded}
-    else:
-        model = {"kind": "stock", "source": recipe["model"]}
-    optimizer = {"name": "adamw", "beta1": 0.9, "eps": 1e-8, **recipe["optimizer"]}
-    return others | {"model": model, "objective": {"kind": "next_token"}, "optimizer": optimizer}
 
 
 def with_defaults(before: Any, now: Any) -> Any:

@@ -20,13 +20,13 @@ from condense.progress import ProgressBar
 from ..recipe import DocumentData, Source, TextData
 from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns
-from .former import UNMERGED, check_line_ends
 from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
 from .workers import Needed, Workers
 
 BATCH = 64  # documents between two checks of whether more are needed
 PART_TOKENS = 2**24  # of a part, approximately
+UNMERGED = "unmerged"  # the folder of chunks that worker processes have written, until they are merged into parts
 PART_DOCUMENTS = 2**16  # read for a part, at most: a kill loses no more if most documents are dropped
 JUDGED_AFTER = 16  # documents read from a source; if none is kept, the source is refused
 ESTIMATE_AFTER_S = 10.0  # a run that prepares for longer prints an estimate of the time
@@ -43,13 +43,11 @@ def prepare(
     """Reads and tokenises documents until enough are kept, or the sources end.
 
     `num_workers` processes read different shards; 0 reads in this process. `make_encode` must be picklable. Raises
-    `ValueError` for the first bad document if `bad_documents` is "refuse", if no document is left, and for a folder
-    that a former version prepared in another way.
+    `ValueError` for the first bad document if `bad_documents` is "refuse", and if no document is left.
     """
     with room_for(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with room_for(folder), FileLock(folder / ".lock"):
-        check_line_ends(folder, sources)
         store = Store(folder)
         preparation = _Preparation(store, data, need, num_workers)
         if not preparation.finished:

@@ -14,11 +14,10 @@ import pyarrow as pa
 
 from ..recipe import DocumentData, Source
 from .documents import Document
-from .former import changed_frame, check_no_former
 from .shards import source_files
 
 FINGERPRINTED = 16  # documents whose tokens ranks compare
-FORMAT = 2  # of a part; folders of other formats are not read
+FORMAT = 3  # raised when parts, or the tokens in them, change: folders of other formats are not read
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "num_given": pa.int32(), "source": pa.int32()})
 
 
@@ -104,10 +103,7 @@ def name_of(described: dict[str, Any]) -> str:
 
 
 def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settings) -> Path:
-    """Returns the folder of prepared documents.
-
-    Raises `ValueError` if a former version has prepared them with other tokens.
-    """
+    """Returns the folder of prepared documents."""
     files = [
         [str(path), path.stat().st_size, path.stat().st_mtime_ns]
         for source in sources
@@ -124,11 +120,7 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
         "tokenizer": [backend, tokenizer.bos_token_id, tokenizer.eos_token_id],
         **settings,
     }
-    folder = data.prepared / name_of(described)
-    if frame := changed_frame(tokenizer, settings.get("task")):
-        check_no_former(folder, "with other tokens around each text")
-        return data.prepared / name_of(described | {"frame": frame})
-    return folder
+    return data.prepared / name_of(described)
 
 
 def part_name(number: int) -> str:

@@ -17,13 +17,22 @@ def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[s
         if "kind" in keys:
             kind = f"{path[-2]}.kind={section.model_fields['kind'].default}"
             return f"  {where} is not a key of {kind}, which has {', '.join(keys)}."
-        (nearest,) = difflib.get_close_matches(str(path[-1]), keys, n=1, cutoff=0)
-        return f"  {where} is not a key of a recipe; did you mean {nearest!r}?"
+        return f"  {where} is not a key of a recipe; did you mean {_nearest(path, section)!r}?"
     if problem["type"] == "missing":
         return f"  {where} is missing."
     if isinstance(problem["input"], Mapping):  # the message says which of its keys
         return f"  {where}: {problem['msg']}"
     return f"  {where}={problem['input']!r}: {problem['msg']}"
+
+
+def _nearest(path: list[int | str], section: type[Section]) -> str:
+    """Returns the most similar key of a section, or the path of the same key in a section that it holds."""
+    *above, key = map(str, path)
+    for name, field in section.model_fields.items():
+        if any(key in nested.model_fields for nested in sections_of(field)):
+            return ".".join([*above, name, key])
+    (nearest,) = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0)
+    return nearest
 
 
 def _walk(loc: tuple[int | str, ...], section: type[Section], given: Any) -> tuple[list[int | str], type[Section]]:

@@ -112,16 +112,6 @@ class LoRA(Section):
     )
 
 
-# From before models had kinds.
-FORMER_KEYS = {
-    "folded": "model.kind=stock for folded=false, or leave it out for folded=true",
-    "segment_length": "model.segment_length",
-    "bptt_segments": "model.bptt_segments",
-    "schedule": "model.schedule",
-    "offload_memories": "model.offload_memories",
-}
-
-
 class Recipe(Section):
     """Everything a run depends on. Paths are relative to the folder where it starts."""
 
@@ -222,17 +212,6 @@ class Recipe(Section):
                     f"{key!r} from the file and set the recipe's optimizer.* instead."
                 )
         return settings
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_former_keys(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        if former := [key for key in fields if key in FORMER_KEYS]:
-            raise ValueError(f"{former[0]} is not a key of a recipe any more: write {FORMER_KEYS[former[0]]}")
-        if isinstance(model := fields.get("model"), dict) and model.get("kind") == "llama":
-            raise ValueError("model.kind=llama is called stock now: write model.kind=stock")
-        return fields
 
     @model_validator(mode="after")
     def _check_combinations(self):

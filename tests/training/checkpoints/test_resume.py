@@ -1,4 +1,4 @@
-"""A run resumes under the recipe it began with: former keys, moved files, and what may change."""
+"""A run resumes under the recipe it began with: new keys, moved files, and what may change."""
 
 import json
 import shutil
@@ -8,47 +8,10 @@ import pytest
 
 from condense.training.checkpoints.complete import MARKER
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import find_checkpoint, migrate, with_defaults
+from condense.training.checkpoints.resume import find_checkpoint
 from condense.training.recipe import Recipe
 
 pytestmark = pytest.mark.unit
-
-RECIPE = {
-    "output": "o",
-    "data": {"task": "passkey"},
-    "stages": [{"total_length": 64, "steps": 20}],
-    "global_batch": 8,
-    "optimizer": {"warmup_steps": 10, "beta2": 0.9},
-}
-FORMER_OPTIMIZER = {
-    "learning_rate": 1e-3, "final_learning_rate": 0.0, "warmup_steps": 10, "decay_steps": None, "weight_decay": 0.01,
-    "beta2": 0.9, "max_grad_norm": 1.0,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("former", "model"),
-    [
-        (
-            {"folded": True, "segment_length": 32, "bptt_segments": 2, "schedule": "sequential"},
-            {"source": "m", "segment_length": 32, "bptt_segments": 2, "schedule": "sequential"},
-        ),
-        ({"folded": True, "segment_length": None, "bptt_segments": None, "schedule": "auto"}, {"source": "m"}),
-        (
-            {"folded": False, "segment_length": None, "bptt_segments": None, "schedule": "auto"},
-            {"kind": "stock", "source": "m"},
-        ),
-    ],
-)
-def test_a_former_recipe_is_todays(former, model):
-    recipe = Recipe(model=model, **RECIPE)
-    today = recipe.model_dump(mode="json")
-    others = {name: value for name, value in today.items() if name not in ("model", "objective", "optimizer")}
-    stored = {"model": "m", "optimizer": FORMER_OPTIMIZER, "offload_memories": False, **former, **others}
-    assert with_defaults(migrate(stored), recipe) == today
-    assert migrate(today) == today
-    assert stored["model"] == "m" and stored["optimizer"] == FORMER_OPTIMIZER  # its own copy
-
 
 DOCUMENTS = {
     "output": "o",

@@ -101,6 +101,18 @@ def test_a_token_that_reaches_into_the_answer_belongs_to_it():
     assert halves(tokenizer, encoded(tokenizer, "is", " 4")) == ("<s> i s", "Ġ4 </s>")
 
 
+@pytest.mark.parametrize("template", ["<s> $A </s>", "<s> $A"])
+def test_the_answer_s_first_token_is_a_label(template):
+    """A template's last token has offset 0, as the prompt has."""
+    tokenizer = word_tokenizer(["the cat sat"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    (found,) = question_encoder(tokenizer, 10)([Document("1", "the cat ", "sat")])
+    assert tokenizer.decode(found.input_ids[: found.num_given]) == "<s> the cat"
+    assert tokenizer.decode(found.input_ids[found.num_given :]) == "sat </s>"
+
+
 def test_a_slow_tokenizer_is_refused():
     class Slow:
         is_fast = False

@@ -21,7 +21,7 @@ from ..recipe.objectives import NextToken
 from .passes import FLOAT32, Pass, Weights, element_size
 from .stack import Stack, stack_of
 
-ADJOINT_COPIES = 8  # measured: the state, its adjoint and the field's gradient, in one step of torchdiffeq
+ADJOINT_COPIES = 8.5  # measured (8 to 9): the state, its adjoint and the field's gradient, in one step of torchdiffeq
 DISTILLED_LOGIT_COPIES = 7  # measured: logits and log-softmaxes of both models, products and gradients
 LOGIT_COPIES = 3  # log-softmax, its gradient, and the gradient of the logits, all in float32
 
@@ -183,7 +183,7 @@ def _block(config: LlamaConfig, recipe: Recipe, stack: Stack) -> int:
 def _block_gradients(config: LlamaConfig, recipe: Recipe, stack: Stack, tokens: int) -> int:
     """Returns the bytes that an MLP field's backward pass adds: gradients beside softplus, or the adjoint's state."""
     if stack.is_adjoint:
-        return ADJOINT_COPIES * FLOAT32 * 2 * config.hidden_size * (stack.width + tokens)
+        return int(ADJOINT_COPIES * FLOAT32 * 2 * config.hidden_size * (stack.width + tokens))
     return 2 * element_size(recipe) * stack.width * tokens
 
 
@@ -256,7 +256,8 @@ def summed_gradients(
         rows_wait = size < FLOAT32 and a_pass.tokens < config.vocab_size
         has_parts = _tokens_of_loss(config, a_pass)[1] < a_pass.tokens  # their sum is in float32
         begin = (FLOAT32 * largest if has_parts else head) + head
-        embedded = a_pass.tokens > EMBEDDED_TOKENS and not rows_wait
+        # In float32, autograd adds a tied embedding's gradient to the head's.
+        embedded = a_pass.tokens > EMBEDDED_TOKENS and not (rows_wait or (tied and size == FLOAT32))
         layer = a_pass.rows * _layer_gradients(config, recipe, a_pass.segments[0], a_pass.segments[0])
         last_segment = kept["activations"] * a_pass.segments[-1] // sum(a_pass.segments)
         summed = FLOAT32 * (layers + largest * embedded) + head
@@ -268,10 +269,13 @@ def summed_gradients(
         if recipe.gradient_checkpointing:
             assert isinstance(recipe.model, CondenseModel) and isinstance(recipe.model.checkpoint_segments, int)
             of_layers = FLOAT32 * layers + head
-            backward = of_layers + FLOAT32 * largest * (not rows_wait)
+            has_sum = embedded if size == FLOAT32 else not rows_wait
+            backward = of_layers + FLOAT32 * largest * has_sum
             if recipe.model.checkpoint_segments >= segments:  # otherwise a later group is computed beside all sums
                 backward = max(of_layers, backward - last_segment)
-            backward -= logits
+            # The group's own gradients are among the activations unless the logits are larger.
+            later = max(layer, _block_gradients(config, recipe, stack_of(config), a_pass.rows * a_pass.segments[0]))
+            backward = max(backward - max(0, logits - later), at_end - kept["activations"] - logits)
         else:
             backward = max(begin + layer, summed + layer - last_segment, at_end - kept["activations"]) - logits
     elif segments > 1:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -210,10 +211,10 @@ def test_bfloat16_and_a_curriculum_train_too(recipe, tmp_path, objective):
     trained(recipe, tmp_path / "alone", *options, VALIDATED, "attention_dropout=0.1")
     saved = load_config(AutoConfig, tmp_path / "alone")
     assert saved.base.attention_dropout == 0 and saved.use_cache  # these held for the run alone
-    curriculum = "{steps: 6, tokens_per_step: 320, last_segments: 3}"
-    text = recipe.read_text().replace("stages: [{total_length: 120, steps: 2}]", f"curriculum: {curriculum}")
-    lines = [line for line in text.splitlines() if not line.startswith(("global_batch", "micro_batch"))]
-    (tmp_path / "curriculum.yaml").write_text("\n".join(lines))
+    given = yaml.safe_load(recipe.read_text())
+    given |= {"stages": None, "global_batch": None, "micro_batch": 1}
+    given["curriculum"] = {"steps": 6, "tokens_per_step": 320, "last_segments": 3}
+    (tmp_path / "curriculum.yaml").write_text(yaml.safe_dump(given))
     trained(tmp_path / "curriculum.yaml", tmp_path / "grown", objective, "optimizer.decay_steps=4", "log_every=2")
     curve = logged(tmp_path / "grown")
     assert curve[-1] < curve[0]

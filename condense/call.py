@@ -51,7 +51,7 @@ class Call:
         """
         config, cache, use_cache = model.config, given["past_key_values"], given["use_cache"]
         inputs = check_input(config, given, labels, logits_to_keep)
-        config.check()  # fields may have been set since the last call
+        config.check(len(model.layers))  # fields may have been set since the last call
         check_activated_lora(model)
         if use_cache is None:
             use_cache = config.use_cache and labels is None and not model.training

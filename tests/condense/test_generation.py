@@ -219,15 +219,18 @@ def test_generation_from_embeddings():
             model.generate(ids[1:2], inputs_embeds=embeds[1:2], max_new_tokens=2, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("memory", ["output", "shares"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_drafts_of_an_early_exit_do_not_change_tokens(layers, noted):
+def test_drafts_of_an_early_exit_do_not_change_tokens(layers, memory, noted):
     """The drafts come from the first layers: their logits are those of a model that has no more."""
-    model, ids = tiny_model(), repeating_ids(13)
+    model, ids = tiny_model(**models.MEMORIES[memory]), repeating_ids(13)
     drafts = noted(EarlyExitCandidateGenerator, "get_candidates")
     drafted = generated(model, ids, assistant_early_exit=layers)
     assert torch.equal(drafted, greedy(model, ids)) and model.config.num_hidden_layers == 3
     shallow = copy.deepcopy(model)
     shallow.model.layers, shallow.config.num_hidden_layers = shallow.model.layers[:layers], layers
+    if memory == "shares":
+        shallow.config.memory_share = shallow.config.memory_share[:layers]
     text, logits = drafts[0].result
     expected = shallow(text[:, :-1]).logits[:, ids.shape[1] - 1 :]
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)

@@ -65,7 +65,7 @@ def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=No
     if labels is not None:
         _check_labels(config, labels, shape)
     if cache is not None:
-        _check_cache(config, cache)
+        check_cache(config, cache)
     if attention_mask is not None:
         _check_mask(attention_mask, shape, cache)
     check_token_inputs(config, given, shape)
@@ -140,7 +140,8 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int], *other
         )
 
 
-def _check_cache(config, cache) -> None:
+def check_cache(config, cache) -> None:
+    """Raises `ValueError` for a cache of another model or of an interrupted call."""
     if not isinstance(cache, FoldedCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
     cache.check_fits(config)

@@ -76,6 +76,17 @@ def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=No
     return tokens
 
 
+def check_shares(config, layers) -> None:
+    """Raises `ValueError` if the configuration's memory shares have changed since the layers were made with them."""
+    for number, (layer, share) in enumerate(zip(layers, config.memory_shares, strict=False)):
+        made_with = getattr(layer, "memory_share", None)
+        if made_with is not None and made_with.share != share:
+            raise ValueError(
+                f"layer {number} was made with the memory share {made_with.share}, and model.config now gives {share}: "
+                "pass memory_share or memory_source to from_pretrained or to the CondenseConfig of a new model."
+            )
+
+
 def check_tensors(arguments: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a list or a number instead of a tensor."""
     for name in TENSORS:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .cache import FoldedCache
-from .checks import check_input, real_tokens
+from .checks import check_input, check_shares, real_tokens
 from .execution.checkpointing import CheckpointFunction
 from .peft_support import check_activated_lora
 from .segmentation import UnpaddedBatch
@@ -51,7 +51,8 @@ class Call:
         """
         config, cache, use_cache = model.config, given["past_key_values"], given["use_cache"]
         inputs = check_input(config, given, labels, logits_to_keep)
-        config.check()  # fields may have been set since the last call
+        config.check(len(model.layers))  # fields may have been set since the last call
+        check_shares(config, model.layers_in_use)
         check_activated_lora(model)
         if use_cache is None:
             use_cache = config.use_cache and labels is None and not model.training

@@ -65,7 +65,7 @@ def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=No
     if labels is not None:
         _check_labels(config, labels, shape)
     if cache is not None:
-        _check_cache(config, cache)
+        check_cache(config, cache)
     if attention_mask is not None:
         _check_mask(attention_mask, shape, cache)
     check_token_inputs(config, given, shape)
@@ -74,6 +74,17 @@ def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=No
     if (position_ids := given.get("position_ids")) is not None:
         _check_positions(position_ids, attention_mask, shape)
     return tokens
+
+
+def check_shares(config, layers) -> None:
+    """Raises `ValueError` if the configuration's memory shares have changed since the layers were made with them."""
+    for number, (layer, share) in enumerate(zip(layers, config.memory_shares, strict=False)):
+        made_with = getattr(layer, "memory_share", None)
+        if made_with is not None and made_with.share != share:
+            raise ValueError(
+                f"layer {number} was made with the memory share {made_with.share}, and model.config now gives {share}: "
+                "pass memory_share or memory_source to from_pretrained or to the CondenseConfig of a new model."
+            )
 
 
 def check_tensors(arguments: Mapping[str, Any]) -> None:
@@ -140,7 +151,8 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int], *other
         )
 
 
-def _check_cache(config, cache) -> None:
+def check_cache(config, cache) -> None:
+    """Raises `ValueError` for a cache of another model or of an interrupted call."""
     if not isinstance(cache, FoldedCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
     cache.check_fits(config)

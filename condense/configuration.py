@@ -70,8 +70,11 @@ class CondenseConfig(LlamaConfig):
         _check_frequencies(self)
         self.check()
 
-    def check(self) -> None:
-        """Raises `ValueError` naming the first invalid field of segment recurrence."""
+    def check(self, num_layers: int | None = None) -> None:
+        """Raises `ValueError` naming the first invalid field of segment recurrence.
+
+        `num_layers` are the layers of a model, which has more than `num_hidden_layers` during early-exit drafting.
+        """
         _check_count("segment_length", self.segment_length)
         check_family(self.family)
         check_window(self.window or {}, self.segment_length)
@@ -84,7 +87,7 @@ class CondenseConfig(LlamaConfig):
             ("position_anchor", POSITION_ANCHORS),
         ):
             check_choice(name, getattr(self, name), choices)
-        _check_share(self.memory_share, self.num_hidden_layers)
+        _check_share(self.memory_share, num_layers or self.num_hidden_layers)
         if self.memory_source == "layer_input" and self.memory_share != 1:
             raise ValueError(
                 f"memory_share={self.memory_share!r} with memory_source='layer_input', which is the share 0 of every "

@@ -1,10 +1,12 @@
 """`generate` of a folded model: transformers' own, with a `FoldedCache`, durations, a control, and drafts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import GenerationMixin
 
 from .cache import FoldedCache
+from .checks import check_cache
 from .control import check_control_of_prompt, control_of_columns
 from .durations import durations_for_generation, durations_of_columns
 from .execution.static_decoding import check_static_step
@@ -24,7 +26,7 @@ class OwnCacheGenerationMixin(GenerationMixin):
             stored = getattr(self.generation_config, name)  # pipelines pass a copy of these settings
             return kwargs.get(name) is None and getattr(generation_config, name, None) in (None, stored)
 
-        if prepared.use_cache is False and is_stored("use_cache"):
+        if not prepared.use_cache and is_stored("use_cache"):
             prepared.use_cache = True
         unknown = prepared.cache_implementation not in self.cache_implementations
         if (unknown or model_kwargs.get("past_key_values") is not None) and is_stored("cache_implementation"):
@@ -43,9 +45,11 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         inputs_embeds=None,  # transformers looks for this name
         is_first_iteration=False,
         new_token_duration: Any = None,
+        _is_assisted: bool = False,
         **kwargs,
     ):
-        """Extends transformers' method: the first call of assisted decoding leaves out the tokens that the cache has.
+        """Extends transformers' method: the first call of assisted decoding leaves out the tokens that the cache has,
+        if the input is the whole text.
 
         `generate` takes `new_token_duration` beside the arguments of `forward`: the duration of each generated token, 1
         by default, or a function from the generation step, counted from 0, to one duration for all texts or one for
@@ -53,7 +57,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         [B, N] then belong to the prompt, 1 by default; with a cache of an earlier call, to the whole text.
         """
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if is_first_iteration and next_sequence_length is None and 0 < seen < input_ids.shape[1]:
+        if _is_assisted and is_first_iteration and _num_columns(kwargs) == input_ids.shape[1]:
             next_sequence_length = input_ids.shape[1] - seen
         inputs = super().prepare_inputs_for_generation(
             input_ids,
@@ -76,9 +80,10 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         """Extends transformers' method: an assistant with another model or other tokens drafts without durations."""
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError("drafts begin with token ids, which inputs_embeds do not have: leave out one of the two.")
+        own = ["_is_assisted"]
         if not isinstance(assistant_model, FoldedGenerationMixin) or assistant_tokenizer is not None:
-            timed = ("durations", "new_token_duration")
-            model_kwargs = {name: value for name, value in model_kwargs.items() if name not in timed}
+            own += ["durations", "new_token_duration"]
+        model_kwargs = {name: value for name, value in model_kwargs.items() if name not in own}
         return super()._get_candidate_generator(
             model_kwargs=model_kwargs,
             assistant_model=assistant_model,
@@ -86,9 +91,15 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             **options,
         )
 
-    def _assisted_decoding(self, *arguments, **options):
+    def _assisted_decoding(self, input_ids, *arguments, **options):
+        mask, num_columns = options.get("attention_mask"), input_ids.shape[1]
+        if mask is not None and mask.shape[1] != num_columns:  # transformers would cut off its last columns
+            raise ValueError(
+                f"attention_mask has padding and {mask.shape[1]} columns, and the input has {num_columns}: drafts need "
+                "the whole text, so pass its tokens too."
+            )
         try:
-            return super()._assisted_decoding(*arguments, **options)
+            return super()._assisted_decoding(input_ids, *arguments, **options, _is_assisted=True)
         finally:
             if isinstance(cache := options.get("past_key_values"), FoldedCache):
                 cache.deactivate_past_recording()
@@ -123,6 +134,9 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             model_kwargs["past_key_values"] = cache = FoldedCache(self.config)
             if implementation is not None:
                 cache.fixed_decoding = implementation == "static" and (self.fixed_decoding or True)
+        elif not generation_config.is_assistant:
+            check_cache(self.config, model_kwargs["past_key_values"])
+            _check_new_columns(model_kwargs)
         if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens
             model_kwargs["past_key_values"].activate_past_recording()
 
@@ -136,6 +150,23 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             raise ValueError(f"cache_implementation={name!r} makes a cache, and past_key_values is one: pass only one.")
         if name == "static":
             check_static_step(self, "cache_implementation='static'", "leave it out")
+
+
+def _num_columns(arguments: Mapping[str, Any]) -> int | None:
+    """Returns the columns of the whole text. `generate` drops a mask without padding, and keeps the positions."""
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    columns = positions if mask is None else mask
+    return None if columns is None else columns.shape[1]
+
+
+def _check_new_columns(arguments: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a cache that has read all columns of the input: transformers would read them again."""
+    seen, num_columns = arguments["past_key_values"].get_seq_length(), _num_columns(arguments)
+    if num_columns is not None and seen >= num_columns:
+        raise ValueError(
+            f"the cache has read {seen} columns and the input {num_columns}: pass the whole text with at least one new "
+            "token, or only the new tokens with the attention_mask of the whole text."
+        )
 
 
 def _check_timed_generation(generation_config) -> None:

@@ -48,8 +48,8 @@ class BlockDiffusionConfig(CondenseConfig):
 
     block_length: int = 16
 
-    def check(self) -> None:
-        super().check()
+    def check(self, num_layers: int | None = None) -> None:
+        super().check(num_layers)
         if type(self.block_length) is not int or self.block_length < 1 or self.segment_length % self.block_length:
             raise ValueError(
                 f"block_length={self.block_length!r} does not divide segment_length={self.segment_length}: choose a "

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, TextStreamer
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from condense import CondenseForCausalLM, FoldedCache, modeling, to_stock
+from condense import CondenseForCausalLM, CondenseModel, FoldedCache, modeling, to_stock
 from condense.generation import RefuseNonFiniteLogits
 from condense.recording import CROP_TOKENS
 
@@ -135,6 +135,45 @@ def test_generate_continues_from_a_cache():
     assert torch.equal(generated(model, whole_text, past_key_values=cache), greedy(model, whole_text))
 
 
+@pytest.mark.parametrize("given", ["whole text", "new tokens"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk_size": 6}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 4}],
+    ids=["greedy", "chunks", "beams", "drafts"],
+)
+def test_a_cache_of_fewer_columns_than_the_new_tokens(options, padded, given):
+    """As for other models: the input is the whole text, or the new tokens with the mask of the whole text."""
+    model, ids, mask = tiny_model(), repeating_ids(17), torch.ones(1, 17, dtype=torch.long)
+    mask[:, 0] = not padded
+    expected = generated(model, ids[:, padded:], num_beams=options.get("num_beams", 1))[:, 17 - padded :]
+    for seen in (2, 5, 12):
+        cache = FoldedCache(model.config)
+        model(ids[:, :seen], attention_mask=mask[:, :seen], past_key_values=cache)
+        cache.batch_repeat_interleave(options.get("num_beams", 1))
+        inputs = ids if given == "whole text" else ids[:, seen:]
+        if "prompt_lookup_num_tokens" in options and padded and given == "new tokens":
+            with pytest.raises(ValueError, match=f"17 columns, and the input has {17 - seen}: .* pass its tokens too"):
+                generated(model, inputs, attention_mask=mask, past_key_values=cache, **options)
+            continue
+        output = generated(model, inputs, attention_mask=mask, past_key_values=cache, **options)
+        assert torch.equal(output[:, inputs.shape[1] :], expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 6}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 4}])
+def test_a_cache_that_has_all_of_the_input_is_refused(options, monkeypatch):
+    """transformers would read the whole text again, or leave out as many of its first tokens as the cache has more."""
+    model, ids = tiny_model(), repeating_ids(17)
+    cache = FoldedCache(model.config)
+    model(ids, past_key_values=cache)
+    monkeypatch.setattr(CondenseModel, "forward", lambda *arguments, **given: pytest.fail("work was done"))
+    for text in (ids, ids[:, :5]):
+        with pytest.raises(
+            ValueError, match=rf"has read 17 columns and the input {text.shape[1]}: pass the whole text"
+        ):
+            generated(model, text, past_key_values=cache, **options)
+
+
 def test_an_ended_row_does_not_change_other_rows():
     model = tiny_model()
     rows, ids, mask = padded_batch([3, 13, 7], "left")
@@ -148,6 +187,8 @@ def test_an_ended_row_does_not_change_other_rows():
 
 def test_other_caches_are_refused():
     cache, flex = FoldedCache(tiny_model().config), {"attn_implementation": "flex_attention"}
+    with pytest.raises(ValueError, match="past_key_values is a tuple: pass a FoldedCache"):
+        tiny_model().generate(random_ids(1, 4), max_new_tokens=2, past_key_values=((),))
     for name, fields, options, words in (
         ("offloaded", {}, {}, "cache_implementation='offloaded'.*'static'.*'dynamic'"),
         ("static", {}, {"past_key_values": cache}, "='static' makes a cache, and past_key_values is one"),
@@ -165,6 +206,7 @@ def test_generation_without_a_cache(side):
     output = generated(model, ids, use_cache=False, **options)
     assert output.past_key_values is None
     assert torch.equal(output.sequences, generated(model, ids, **options).sequences)
+    assert torch.equal(output.sequences, generated(model, ids, use_cache=None, **options).sequences)
     for text, more in ((ids[:1], {"num_beams": 3}), (ids[1:2], {"new_token_duration": 0.5})):
         assert torch.equal(generated(model, text, use_cache=False, **more), generated(model, text, **more))
 
@@ -219,15 +261,18 @@ def test_generation_from_embeddings():
             model.generate(ids[1:2], inputs_embeds=embeds[1:2], max_new_tokens=2, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("memory", ["output", "shares"])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_drafts_of_an_early_exit_do_not_change_tokens(layers, noted):
+def test_drafts_of_an_early_exit_do_not_change_tokens(layers, memory, noted):
     """The drafts come from the first layers: their logits are those of a model that has no more."""
-    model, ids = tiny_model(), repeating_ids(13)
+    model, ids = tiny_model(**models.MEMORIES[memory]), repeating_ids(13)
     drafts = noted(EarlyExitCandidateGenerator, "get_candidates")
     drafted = generated(model, ids, assistant_early_exit=layers)
     assert torch.equal(drafted, greedy(model, ids)) and model.config.num_hidden_layers == 3
     shallow = copy.deepcopy(model)
     shallow.model.layers, shallow.config.num_hidden_layers = shallow.model.layers[:layers], layers
+    if memory == "shares":
+        shallow.config.memory_share = shallow.config.memory_share[:layers]
     text, logits = drafts[0].result
     expected = shallow(text[:, :-1]).logits[:, ids.shape[1] - 1 :]
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)

@@ -53,6 +53,15 @@ def test_one_share_above_0_carries_further_than_the_layers():
         assert bool((last[0] - last[1]).abs().max() > 1e-9) == reaches, share
 
 
+@pytest.mark.parametrize("field", [{"memory_share": 0.3}, {"memory_source": "layer_input"}], ids=str)
+def test_a_share_that_is_set_after_the_layers_are_made_is_refused(field):
+    """The layers keep theirs, and `save_pretrained` would write the other one."""
+    model = tiny_model()
+    vars(model.config).update(field)
+    with pytest.raises(ValueError, match=r"layer 0 was made with the memory share 1.0, and .* pass memory_share"):
+        model(random_ids(1, 7))
+
+
 def test_it_is_saved_and_loaded(tmp_path):
     tiny_model(torch.float32, memory_share=[1, 0, 0.3]).save_pretrained(tmp_path)
     loaded = CondenseForCausalLM.from_pretrained(tmp_path)

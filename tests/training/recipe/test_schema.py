@@ -114,6 +114,8 @@ def test_stages_and_batches(recipe):
         (STAGES, ["evaluation={sources: [{fils: x}]}"], "evaluation.sources.0.fils is not a key.*'files'"),
         (STAGES, ["stages.0.lenght=1"], "stages.0.lenght is not a key.*'total_length'"),
         (STAGES, ["evaluation={files: x}"], "evaluation.files is not a key.*'evaluation.sources.files'"),
+        (CURRICULUM, ["seed=4294967296"], "seed=4294967296: .*less than 4294967296"),
+        (CURRICULUM, ["data={task: samples, seed: 4294967296}"], "data.seed=4294967296: .*less than 4294967296"),
         (CURRICULUM, ["curriculum.steps=0"], "steps=0.*greater than or equal to 1"),
         (CURRICULUM, ["steps"], "'steps' is not an override: write key=value"),
         (CURRICULUM, ["dtype=float16"], "dtype='float16'.*'bfloat16' or 'float32'"),

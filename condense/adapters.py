@@ -62,15 +62,16 @@ def check_adapter_config(path: Path) -> None:
         )
 
 
-def trained_segment_length(folder: Path) -> int | None:
-    """Returns the segment length that `condense train` used for a folder of adapters, or for one of its checkpoints;
-    None if no recipe says so: another program trained them, or they use the segment length of their model."""
+def trained_memory(folder: Path) -> dict[str, Any]:
+    """Returns the segment length and the memory share that `condense train` used for a folder of adapters, or for one
+    of its checkpoints; without those that no recipe names: the training used the ones of its model."""
     recipe = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE
     try:
-        length = json.loads(recipe.read_text(encoding="utf-8"))["model"]["segment_length"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # no file, or not a recipe of this package
-        return None
-    return length if isinstance(length, int) else None
+        model = json.loads(recipe.read_text(encoding="utf-8"))["model"]
+        found = {name: model.get(name) for name in ("segment_length", "memory_share")}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # not a recipe of this package
+        return {}
+    return {name: value for name, value in found.items() if isinstance(value, int | float | list)}
 
 
 def merge_adapters(model: Any, folder: Path) -> Any:

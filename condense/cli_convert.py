@@ -40,7 +40,7 @@ def convert(
         str | None,
         typer.Option(
             help="Share of a layer's output in its memory, from 0 (layer_input) to 1 (layer_output): one number, or "
-            "one for each layer (1:0:0:0).",
+            "one for each layer (1:0:0:0); default from the adapters' training, the source, or 1.",
             show_default=False,
         ),
     ] = None,
@@ -68,7 +68,7 @@ def convert(
     from transformers import PreTrainedConfig
 
     from condense import CondenseConfig, CondenseForCausalLM
-    from condense.adapters import check_adapters, merge_adapters, trained_segment_length
+    from condense.adapters import check_adapters, merge_adapters, trained_memory
     from condense.checks import check_dtype
     from condense.families import family_of
     from condense.files import atomic_folder, check_new_folder, use_default_mode
@@ -78,8 +78,11 @@ def convert(
     check_new_folder(target)
     if merge is not None:
         check_adapters(merge, "condense convert --merge")
-        if "segment_length" not in fields and (trained := trained_segment_length(merge)):
-            fields["segment_length"] = trained
+        if not stock:
+            trained = trained_memory(merge)
+            if memory_source is not None:  # it says what the memory is made of
+                trained.pop("memory_share", None)
+            fields = trained | fields
     config = load_config(CondenseConfig, source, **fields)
     from_stock = PreTrainedConfig.get_config_dict(source)[0]["model_type"] != config.model_type
     if to is ModelFormat.llama and config.family != to:

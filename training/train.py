@@ -41,7 +41,7 @@ from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.allocator import record_history, snapshot_when_full
 from condense.training.callbacks import Evaluations, GrowCurriculum, LearningRate, Log, Progress
-from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete
+from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete, room_for_checkpoints
 from condense.training.checkpoints.contents import contents
 from condense.training.checkpoints.resume import changes, find_checkpoint, finished, former_stages, make_universal
 from condense.training.data.batches import StageBatches, ValidationBatches
@@ -145,9 +145,11 @@ def run(
         trainer.remove_callback(PrinterCallback)
         stop = StopOnSignal(stop_on, every=recipe.log_every if recipe.curriculum else 1)
         trainer.add_callback(stop)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with room_for_checkpoints(recipe.output):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if not stop.stopped:
-        trainer.save_model(str(recipe.output))  # all ranks take part
+        with room_for_checkpoints(recipe.output):
+            trainer.save_model(str(recipe.output))  # all ranks take part
         if process.is_first:
             use_default_mode(recipe.output)
             if batches.curriculum is not None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.adapters import trained_segment_length
+from condense.adapters import trained_memory
 from condense.cli import app, main
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
@@ -83,23 +83,34 @@ def test_convert_merges_them(recipe, finished, tmp_path):
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("options", "expected"), [([], 24), (["--segment-length", "12"], 12)])
-def test_the_merged_model_has_the_segments_of_the_training(recipe, finished, tmp_path, options, expected):
-    """A stock checkpoint says nothing of segments: the recipe beside the adapters does."""
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], (24, 0.2, "layer_output")),
+        (["--segment-length", "12"], (12, 0.2, "layer_output")),
+        (["--memory-share", "1:0"], (24, [1, 0], "layer_output")),
+        (["--memory-source", "layer_input"], (24, 1, "layer_input")),
+    ],
+)
+def test_the_merged_model_has_the_memory_of_the_training(recipe, finished, tmp_path, options, expected):
+    """A stock checkpoint says nothing of segments and memories: the recipe beside the adapters does."""
     stock, adapters = tmp_path / "stock", tmp_path / "adapters"
     shutil.copytree(finished, adapters)
     trained = json.loads((adapters / "recipe.json").read_text())
-    (adapters / "recipe.json").write_text(json.dumps(trained | {"model": trained["model"] | {"segment_length": 24}}))
+    trained["model"] |= {"segment_length": 24, "memory_share": 0.2}
+    (adapters / "recipe.json").write_text(json.dumps(trained))
     convert(recipe.parent / "start", stock, "--to", "stock")
     assert "memory is untrained" not in convert(stock, tmp_path / "merged", "--merge", adapters, *options)
-    assert CondenseConfig.from_pretrained(tmp_path / "merged").segment_length == expected
-    assert trained_segment_length(adapters / "checkpoint-3") == 24
+    config = CondenseConfig.from_pretrained(tmp_path / "merged")
+    assert (config.segment_length, config.memory_share, config.memory_source) == expected
+    assert trained_memory(adapters / "checkpoint-3") == {"segment_length": 24, "memory_share": 0.2}
+    convert(stock, tmp_path / "merged-stock", "--merge", adapters, "--to", "stock")
 
 
 @pytest.mark.parametrize("text", ['{"rate": 1}', '{"model": "llama"}', "[]", "{", '{"model": {"segment_length": "x"}}'])
-def test_a_recipe_of_another_program_says_nothing_of_segments(tmp_path, text):
+def test_a_recipe_of_another_program_says_nothing_of_memories(tmp_path, text):
     (tmp_path / "recipe.json").write_text(text)
-    assert trained_segment_length(tmp_path) is None
+    assert trained_memory(tmp_path) == {}
 
 
 def test_a_teacher_shares_the_frozen_weights(recipe):

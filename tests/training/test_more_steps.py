@@ -1,5 +1,6 @@
 """A finished or interrupted run goes on with more steps or another learning rate, and with its optimizer's state."""
 
+import resource
 import subprocess
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_more_steps_on_two_ranks_of_zero_2(recipe, tmp_path):
     run(recipe, tmp_path / "parts")
     run(recipe, tmp_path / "parts", "steps=7")
     assert same_weights(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("share", [0.5, 1.5])
+def test_a_full_disk_is_said_and_the_run_resumes(recipe, whole, tmp_path, share):
+    """The limit of a file's size cuts off the weights, or only the optimizer's state, which is twice as large."""
+    size = (whole / "model.safetensors").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * size), limits[1]))
+    try:
+        with pytest.raises(ValueError, match=f"^{tmp_path} can't be written .*Make room, and start the same command"):
+            train.train(load_recipe(recipe, [f"output={tmp_path}", "steps=7"]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    train.train(load_recipe(recipe, [f"output={tmp_path}", "steps=7"]))
+    assert same_weights(tmp_path, whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -91,6 +91,7 @@ def test_a_task_without_documents_has_nothing_to_prepare():
     assert done.exit_code == 0 and "data.task=passkey" in done.output and "nothing to prepare" in done.output
 
 
-def test_a_stage_that_has_not_run(tmp_path):
+@pytest.mark.parametrize("arguments", [["prepare"], ["train", "--dry-run"]])
+def test_a_stage_that_has_not_run(arguments):
     with pytest.raises(ValueError, match=r"runs/summarize_pretrain_3b.*condense train summarize_pretrain_3b first"):
-        CliRunner().invoke(app, ["prepare", "summarize_finetune_a"], catch_exceptions=False)
+        CliRunner().invoke(app, [*arguments, "summarize_finetune_a"], catch_exceptions=False)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from condense.families import FAMILIES
 
+from ..preflight import check_former_recipe
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .checkpoint_groups import with_checkpoint_segments
@@ -34,6 +35,7 @@ def dry_run(
     """
     if gpu_memory is not None and not (isfinite(gpu_memory) and gpu_memory > 0):
         raise ValueError(f"--gpu-memory {gpu_memory}: give the memory of a GPU in GiB, a finite number above 0.")
+    check_former_recipe(recipe.model.source)
     config = recipe.model.load_config()
     if not isinstance(config, LlamaConfig) and config.model_type not in FAMILIES:
         raise ValueError(

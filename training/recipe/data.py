@@ -144,7 +144,7 @@ class SampleData(Section):
     task: Literal["samples"]
     texts: int | None = Field(None, ge=1, description="different texts to train on; None: as many as the steps need")
     temperature: float = Field(1.0, gt=0)
-    seed: int = Field(0, ge=0, description="of the texts; the recipe's own seed does not change them")
+    seed: int = Field(0, ge=0, lt=2**32, description="of the texts; the recipe's own seed does not change them")
     prepared: Annotated[Path, MAY_CHANGE] = Field(Path("runs/prepared"), description="folder that keeps the texts")
 
 

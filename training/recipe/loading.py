@@ -94,8 +94,14 @@ def _last_steps(fields: dict[str, Any], steps: Any) -> tuple[str, Any]:
     stages = fields.get("stages")
     if not stages:
         return "curriculum.steps", steps
-    before = sum(stage["steps"] for stage in stages[:-1])
-    if not isinstance(steps, int) or steps <= before:
+    try:
+        before = sum(stage["steps"] for stage in stages[:-1])
+    except (TypeError, KeyError):
+        raise ValueError(
+            f"steps={steps} changes the last stage, and stages={stages!r} is not a list of stages with steps: correct "
+            "the stages first."
+        ) from None
+    if not isinstance(steps, int | float) or steps <= before:
         raise ValueError(f"steps={steps}: the stages before the last one have {before} steps; give a larger number.")
     return f"stages.{len(stages) - 1}.steps", steps - before
 
@@ -110,7 +116,7 @@ def _parse(text: str) -> Any:
     try:
         parsed = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"the override's value {text!r} is not YAML: {error}") from error
+        raise ValueError(f"the override's value {text!r} is not YAML: {' '.join(str(error).split())}") from error
     if isinstance(parsed, str):
         with suppress(ValueError):
             return float(parsed)

@@ -154,12 +154,14 @@ class CondenseModel(ModelKind):
     attention_implementations = ATTENTION_IMPLEMENTATIONS
 
     def load_config(self) -> CondenseConfig:
-        own = getattr(check_not_prepared(self.source), "segment_length", None)
-        if own and self.segment_length and self.segment_length != own:
-            _say_once(
-                f"model.segment_length={self.segment_length} replaces the {own} that the folded checkpoint "
-                f"{self.source} has; model.segment_length=null keeps it"
-            )
+        config = check_not_prepared(self.source)
+        for name in ("segment_length", "memory_share"):
+            own, given = getattr(config, name, None), getattr(self, name)
+            if own is not None and given not in (None, own):
+                _say_once(
+                    f"model.{name}={given} replaces the {own} that the folded checkpoint {self.source} has; "
+                    f"model.{name}=null keeps it"
+                )
         return loading.load_config(CondenseConfig, self.source, **self._given())
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> CondenseForCausalLM:

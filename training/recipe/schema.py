@@ -143,7 +143,7 @@ class Recipe(Section):
         False, description="snapshots of a GPU that ran out of memory include the lines that allocated it"
     )
     report_to: Annotated[Literal["tensorboard", "wandb", "trackio", "none"], MAY_CHANGE] = "tensorboard"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
 
     @property
     def steps(self) -> int:

@@ -43,7 +43,7 @@ class Registry(Generic[S]):
         """Returns the class of a section with these keys and values; None if their kind is unknown."""
         if not isinstance(fields, dict):
             return None
-        kind = fields.get("kind", self.default)
+        kind = str(fields.get("kind", self.default))
         if kind not in self.kinds and kind in self.elsewhere:
             resolve_name(self.elsewhere[kind])
         return self.kinds.get(kind)

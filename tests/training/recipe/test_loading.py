@@ -93,3 +93,14 @@ def test_a_folded_model_whose_segments_the_recipe_would_change(tmp_path, capsys)
     path.write_text(RECIPE.replace("segment_length: 64", "segment_length: 16"))
     assert load_recipe(path, [f"model={folded}"]).model.load_config().segment_length == 16
     assert capsys.readouterr().err == ""
+
+
+def test_a_share_that_replaces_a_folded_models_own_is_said(tmp_path, capsys):
+    CondenseConfig(segment_length=64, num_hidden_layers=2, memory_share=[1, 0]).save_pretrained(tmp_path / "folded")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    for share, replaced in (("0.2", True), ("[1.0, 0.0]", False), ("null", False)):
+        models._say_once.cache_clear()
+        load_recipe(path, [f"model={tmp_path / 'folded'}", f"model.memory_share={share}"]).model.load_config()
+        said = "model.memory_share=0.2 replaces the [1, 0] that the folded checkpoint"
+        assert (said in capsys.readouterr().err) == replaced

@@ -86,6 +86,7 @@ def test_overrides(recipe):
     )
     assert (changed.steps, changed.optimizer.learning_rate) == (90, 1e-4)
     assert (changed.data.num_keys, changed.dtype, changed.evaluation.every) == (3, "float32", 5)
+    assert load_recipe(recipe(STAGES), ["steps=1e2"]).steps == 100
 
 
 def test_stages_and_batches(recipe):
@@ -113,6 +114,8 @@ def test_stages_and_batches(recipe):
         (STAGES, ["evaluation={sources: [{fils: x}]}"], "evaluation.sources.0.fils is not a key.*'files'"),
         (STAGES, ["stages.0.lenght=1"], "stages.0.lenght is not a key.*'total_length'"),
         (STAGES, ["evaluation={files: x}"], "evaluation.files is not a key.*'evaluation.sources.files'"),
+        (CURRICULUM, ["seed=4294967296"], "seed=4294967296: .*less than 4294967296"),
+        (CURRICULUM, ["data={task: samples, seed: 4294967296}"], "data.seed=4294967296: .*less than 4294967296"),
         (CURRICULUM, ["curriculum.steps=0"], "steps=0.*greater than or equal to 1"),
         (CURRICULUM, ["steps"], "'steps' is not an override: write key=value"),
         (CURRICULUM, ["dtype=float16"], "dtype='float16'.*'bfloat16' or 'float32'"),
@@ -121,8 +124,11 @@ def test_stages_and_batches(recipe):
         (CURRICULUM, ["curriculum.last_segments=1"], "last_segments=1 is below first_segments=2"),
         ("seed: 3\n", [], "model is missing"),
         ("model: [\n", [], "is not YAML"),
-        (CURRICULUM, ["model=[x"], "'\\[x' is not YAML"),
+        (CURRICULUM, ["model=[x"], "^the override's value '\\[x' is not YAML: [^\n]*$"),
         (CURRICULUM, ["data.task.x=1"], "'data.task.x=1': data.task holds no keys"),
+        (STAGES, ["stages={total_length: 64, steps: 9}", "steps=8"], "steps=8 changes .* stages={.* is not a list"),
+        (STAGES, ["stages=[{total_length: 64}, {total_length: 9}]", "steps=8"], "steps=8 changes .* with steps"),
+        (STAGES, ["steps=many"], "steps=many: the stages before the last one have"),
         (STAGES, ["stages.5.steps=1"], "'stages.5.steps=1': stages.5 holds no keys"),
         ("- seed\n", ["seed=1"], "holds a list, not keys and values"),
         (CURRICULUM, ["optimizer.decay_steps=100"], "warmup_steps=10 leaves 50 .*fewer than .*decay_steps=100: lower"),
@@ -154,6 +160,7 @@ def test_stages_and_batches(recipe):
         (STAGES, ["model.segment_length=0"], "model.segment_length=0: .*greater than or equal to 1"),
         (STAGES, ["model.source=[]"], "model.source=.*string"),
         (STAGES, ["model={kind: stock}"], "model.source is missing"),
+        (STAGES, ["model.kind=[stock]"], "model: .*kind=\\['stock'\\] is unknown: choose one of 'condense', 'stock'"),
         (STAGES, ["model=4"], "model=4"),
         (STAGES, ["model.schedule=diagonal"], "model.schedule='diagonal': .*'auto', 'sequential', 'wavefront'"),
         (STAGES, [*GRAPH, "attention_dropout=0.1"], "model.schedule=graph has no dropout"),

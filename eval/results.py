@@ -174,6 +174,12 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         plt.close(figure)
 
 
+def remove_picture(path: Path) -> None:
+    """Removes `path`.png and `path`.svg, which an earlier start may have drawn."""
+    for suffix in (".png", ".svg"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
+
+
 def _save_png(figure: Any, path: Path) -> None:
     """Saves a PNG with a palette: it looks the same in a third of the bytes."""
     from PIL import Image

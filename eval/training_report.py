@@ -43,11 +43,13 @@ def read_run(path: Path, folder: Path) -> Run | None:
     losses = [line for line in lines if "loss" in line]
     if not losses:
         return None
-    for line in losses:
-        needed = ("step", "loss", "segments" if "segments" in line else "learning_rate")
+    validations = [line for line in lines if "eval_loss" in line]
+    for line in [*losses, *validations]:
+        needed = ["step", "eval_loss"]
+        if "loss" in line:
+            needed = ["step", "loss", "segments" if "segments" in line else "learning_rate"]
         if wrong := [name for name in needed if not isinstance(line.get(name), int | float)]:
             raise ValueError(f"a line has no number {wrong[0]}")
-    validations = [line for line in lines if "eval_loss" in line]
     validation: Line = validations[-1] if validations else {}
     speeds = [line["tokens_per_second"] for line in losses if "tokens_per_second" in line]
     return {

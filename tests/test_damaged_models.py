@@ -498,6 +498,7 @@ def results(measured, tmp_path) -> Path:
         ("log.jsonl", '{"loss": 1.0}\n', "step"),
         ("log.jsonl", '{"loss": 1.0, "step": 3}\n', "no number learning_rate"),
         ("log.jsonl", '{"loss": 1.0, "step": 3, "learning_rate": {}}\n', "no number learning_rate"),
+        ("log.jsonl", '{"eval_loss": 1}\n{"loss": 1.0, "step": 3, "learning_rate": 0.1}\n', "no number step"),
         (
             "passkey.json",
             '{"kind": "passkey", "command": "", "hardware": "", "versions": ["a"], "date": ""}',

@@ -53,8 +53,8 @@ def with_former_models(options: Any, records: Path) -> Any:
             )
     former = {name: source if split_name(source)[0] == name else f"{name}={source}" for name, source in sources.items()}
     changed: dict[str, Any] = {"models": list({**former, **given}.values())}
-    if chat := [name for name in settings.get("chat", ()) if name not in given]:
-        changed["chat"] = [*chat, *options.chat]
+    if chat := [name for name in settings.get("chat", ()) if name not in given or name in options.chat]:
+        changed["chat"] = [*chat, *(name for name in options.chat if name not in chat)]  # in the stored order
     return replace(options, **changed)
 
 

@@ -17,7 +17,7 @@ from condense.training.data.generated import read_sentences
 from condense.training.recipe import Source
 
 from ..models import EvaluatedModel
-from ..results import Table
+from ..results import Table, remove_picture
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
@@ -136,9 +136,11 @@ class Facts(Grid):
     def draw(cls, results: Results, path: Path) -> None:
         """Draws the pictures of every grid, and heat maps of the tracked shares in PATH-tracked."""
         super().draw(results, path)
+        of_tracked = path.with_name(f"{path.name}-tracked")
+        remove_picture(of_tracked)
         if results.get("tracked"):
             shares = results | {"cells": results["tracked"]}
-            cls._heat_maps(shares, path.with_name(f"{path.name}-tracked"), "% of texts whose facts are tracked")
+            cls._heat_maps(shares, of_tracked, "% of texts whose facts are tracked")
 
 
 def tracked(

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..models import EvaluatedModel, rows_per_batch
 from ..overview import Figure, lengths_of
-from ..results import groups_of, picture, set_log_scale
+from ..results import groups_of, picture, remove_picture, set_log_scale
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import wilson
@@ -107,8 +107,10 @@ class Grid(Evaluation[Batch]):
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """Draws a heat map per model; for several lengths also all rows together and the state, in PATH-length."""
+        by_length = path.with_name(f"{path.name}-length")
+        remove_picture(by_length)
         if len(results["lengths"]) > 1:
-            with picture(path.with_name(f"{path.name}-length"), columns=2, figsize=(10, 3.6)) as (accuracy, state):
+            with picture(by_length, columns=2, figsize=(10, 3.6)) as (accuracy, state):
                 cls._lines(accuracy, state, results)
         cls._heat_maps(results, path)
 

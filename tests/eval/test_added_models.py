@@ -70,6 +70,16 @@ def test_a_chat_model_stays_one(folders, tmp_path):
     assert [cell["chat"] for cell in found["cells"]] == [True, False]
 
 
+def test_chat_models_may_be_named_singly_and_in_any_order(folders, tmp_path):
+    save_chat_model(tmp_path / "talker", PASSKEY_TEXTS)
+    models = [f"{name}={tmp_path / 'talker'}" for name in "ab"]
+    given = {"lengths": [100], "depths": [0.5], "num_prompts": 1}
+    evaluate("passkey", tmp_path / "out", models=models, chat=["a", "b"], **given)
+    for named, chat in ((models[:1], ["a"]), (models[1:], ["b"]), (models, ["b", "a"])):
+        found = evaluate("passkey", tmp_path / "out", models=named, chat=chat, **given)
+        assert found["chat"] == ["a", "b"] and [cell["chat"] for cell in found["cells"]] == [True, True]
+
+
 def test_other_weights_under_the_same_name_are_refused(folders, tmp_path):
     model = shutil.copytree(folders / "llama", tmp_path / "model")
     given = {"lengths": [80], "depths": (0.0,), "num_prompts": 1}

@@ -134,6 +134,9 @@ def test_command_on_folded_and_stock_models(kind, tmp_path):
     assert "small: % correct" in shown and "passkey.json" in shown
     held = {cell["length"]: cell["state_bytes"] for cell in results["cells"]}
     assert held[80] == held[200] if kind is CondenseForCausalLM else held[80] < held[200]
+    assert (out / "passkey-length.png").exists()
+    command("eval", "passkey", "--model", f"small={model}", "--lengths", "80", "--prompts", "3", "--output", out)
+    assert sorted(path.name for path in out.glob("passkey*.[ps][nv]g")) == ["passkey.png", "passkey.svg"]
 
 
 def test_the_papers_column_stands_beside_keys_of_its_kind():

@@ -156,9 +156,11 @@ def test_errors_are_one_line(llama, arguments, words, monkeypatch, error_line):
     assert words in error_line(*[llama if part == "LLAMA" else part for part in arguments])
 
 
-def test_an_error_of_a_process():
-    command = [sys.executable, "-m", "condense", "generate", "--model", "nowhere/at/all", "--prompt", "a"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+MODULE = "import runpy; runpy.run_module('condense', run_name='__main__', alter_sys=True)"
+
+
+def test_an_error_of_a_process(new_process):
+    run = new_process(MODULE, "generate", "--model", "nowhere/at/all", "--prompt", "a")
     assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("condense: there is no folder")
     assert "Traceback" not in run.stderr
 

@@ -1,10 +1,9 @@
 """`condense generate` against stock models, and the prompts and answers of JSONL files."""
 
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
@@ -176,9 +175,9 @@ def test_a_template_that_drops_the_message(llama, tmp_path):
     assert "leaves out the user's message" in refusal("--model", tmp_path, "--prompt", "The grass", "--chat")
 
 
-def test_arguments_that_are_not_utf8(error_line):
-    command = [sys.executable, "-m", "condense", "generate", "--model", "m", "--prompt", b"caf\xe9"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_arguments_that_are_not_utf8(error_line, new_process):
+    module = "import runpy; runpy.run_module('condense', run_name='__main__', alter_sys=True)"
+    done = new_process(module, "generate", "--model", "m", "--prompt", os.fsdecode(b"caf\xe9"))
     expected = "condense: argument caf\\xe9 is not UTF-8: write it in UTF-8"
     assert done.returncode == 1 and done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1
     assert "or rename the file or folder that it names." in error_line("convert", "\udcff", "there")

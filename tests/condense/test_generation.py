@@ -303,9 +303,11 @@ def undrafted(segment_length, num_prompt, num_new):
     return tiny_model(segment_length=segment_length).generate(ids, max_new_tokens=num_new, do_sample=False)
 
 
-@pytest.mark.parametrize("num_prompt", [3, 10, 26])
-@pytest.mark.parametrize("segment_length", [4, 5, 64])
-@pytest.mark.parametrize("kind", ["prompt lookup", "folded assistant", "stock assistant"])
+KINDS, PROMPT_TOKENS = ("prompt lookup", "folded assistant", "stock assistant"), (3, 10, 26)
+PAIRS = [(KINDS[i], length, PROMPT_TOKENS[(i + j) % 3]) for i in range(3) for j, length in enumerate((4, 5, 64))]
+
+
+@pytest.mark.parametrize(("kind", "segment_length", "num_prompt"), PAIRS)
 def test_drafts_do_not_change_tokens(kind, segment_length, num_prompt, noted):
     """Assisted decoding and prompt lookup write the tokens of greedy decoding, over many segment borders. In each case
     the model accepts some tokens of a draft and removes others.

@@ -4,7 +4,6 @@ import ast
 import contextlib
 import os
 import pty
-import subprocess
 import sys
 import termios
 
@@ -75,11 +74,14 @@ def test_bars_below_others_and_messages_between(clock, capsys):
     assert found.count("a message") == 3 and all(line.startswith(("outer", "inner", "a message")) for line in found)
 
 
-def test_a_terminal_shows_one_line_that_moves():
+def test_a_terminal_shows_one_line_that_moves(new_process):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    code = "from condense.progress import ProgressBar\nfor _ in ProgressBar(range(3), mininterval=0): pass"
-    subprocess.run([sys.executable, "-c", code], stderr=theirs, check=True, env=os.environ | {"TERM": "xterm"})
+    code = (
+        "import os, sys; os.dup2(os.open(sys.argv[1], os.O_RDWR), 2); os.environ['TERM'] = 'xterm'\n"
+        "from condense.progress import ProgressBar\nfor _ in ProgressBar(range(3), mininterval=0): pass"
+    )
+    assert new_process(code, os.ttyname(theirs)).returncode == 0
     os.close(theirs)
     shown = ""
     with contextlib.suppress(OSError):  # the end

@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from condense import CondenseForCausalLM, to_stock
 
+from ..products import half_of
 from .models import MEMORIES, expected_logits, random_durations, random_ids, tiny_model
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
@@ -37,10 +38,12 @@ def test_logits_follow_the_equations(length, memory):
     torch.testing.assert_close(model(ids).logits, expected_logits(model, ids), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("length", [5, 13])
-@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
-@pytest.mark.parametrize("anchor", ["end", "start"])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@half_of(
+    length=(5, 13),
+    memory_source=("layer_output", "layer_input"),
+    anchor=("end", "start"),
+    implementation=("eager", "sdpa", "flex_attention"),
+)
 def test_durations_follow_the_equations(length, memory_source, anchor, implementation):
     model = tiny_model(memory_source=memory_source, position_anchor=anchor, attn_implementation=implementation)
     ids, durations = random_ids(2, length), random_durations(2, length)

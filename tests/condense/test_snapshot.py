@@ -10,6 +10,7 @@ from condense import FoldedCache
 from condense.prefill import prefill
 from condense.recording import CROP_TOKENS
 
+from ..products import half_of
 from ..refusals import assert_refused
 from . import models
 from .models import random_durations, random_ids
@@ -41,9 +42,7 @@ def assert_continues(model, cache, read, durations=None):
         torch.testing.assert_close(logits, whole[:, read.shape[1] :][:, :count], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["ordinary", "static"])
-@pytest.mark.parametrize("after", [[1], [1] * 7, [4], [11], [2, 9, 1]], ids=str)
-@pytest.mark.parametrize("before", [0, 1, 5, 8, 13])
+@half_of(before=(0, 1, 5, 8, 13), after=([1], [1] * 7, [4], [11], [2, 9, 1]), static=(False, True))
 def test_restore_brings_back_a_snapshot(before, after, static):
     """There is or is not a segment border between snapshot and restore; one snapshot is restored twice."""
     model, ids = tiny_model(segment_length=5), random_ids(ROWS, 40)
@@ -118,7 +117,7 @@ def test_cropped_tokens_do_not_change_later_logits(segment_length, with_duration
     for num_read, drafted, removed in cases:
         read, known = ids[:, :num_read], None if durations is None else durations[:, :num_read]
         cache = recording_cache(model, (read, known))
-        for round_number in range(3):  # some tokens are kept, then further ones are read
+        for round_number in range(2):  # some tokens are kept, then further ones are read
             draft = random_ids(1, drafted, seed=round_number)
             draft_durations = None if durations is None else random_durations(1, drafted, seed=round_number)
             model(draft, durations=draft_durations, past_key_values=cache)

@@ -20,21 +20,21 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("models"), rival_tokenizer()
-    save_folded(save_rival(root / "llama", "llama", tokenizer), root / "folded", 16)
-    save_rival(root / "mamba", "mamba", tokenizer)
+    save_folded(save_rival(root / "llama", "llama", tokenizer, num_hidden_layers=1), root / "folded", 16)
+    save_rival(root / "gpt2", "gpt2", tokenizer, n_layer=1)
     return root
 
 
 @pytest.mark.parametrize("kind", MEASUREMENTS)
 def test_one_after_another_gives_what_all_at_once_give(kind, folders, tmp_path, noted):
     options, task = options_of(kind, tmp_path), find_task(kind)
-    names = [f"a={folders / 'folded'}", str(folders / "llama"), str(folders / "mamba")]
+    names = [f"a={folders / 'folded'}", str(folders / "llama"), str(folders / "gpt2")]
     whole = evaluate(kind, tmp_path / "whole", models=names, **options)
     calls = noted(task, "measure")
     for models in (names[:1], names[1:2], [names[2], *names[:2]]):  # the new one is named without or with the others
         found = evaluate(kind, tmp_path / "added", models=models, **options)
     measured = [own.key(item)["model"] for (own, item), *_ in calls]
-    assert list(dict.fromkeys(measured)) == ["a", "llama", "mamba"]
+    assert list(dict.fromkeys(measured)) == ["a", "llama", "gpt2"]
     for results in (whole, found):
         for field in ("command", "date"):
             del results[field]
@@ -84,9 +84,9 @@ def test_other_weights_under_the_same_name_are_refused(folders, tmp_path):
     model = shutil.copytree(folders / "llama", tmp_path / "model")
     given = {"lengths": [80], "depths": (0.0,), "num_prompts": 1}
     evaluate("passkey", tmp_path / "out", models=[str(model)], **given)
-    shutil.copy(folders / "mamba" / "config.json", model)
-    shutil.copy(folders / "mamba" / "model.safetensors", model)
-    with pytest.raises(ValueError, match=r"another measurement: models\.0\.model_type was 'llama' and is 'mamba'"):
+    shutil.copy(folders / "gpt2" / "config.json", model)
+    shutil.copy(folders / "gpt2" / "model.safetensors", model)
+    with pytest.raises(ValueError, match=r"another measurement: models\.0\.model_type was 'llama' and is 'gpt2'"):
         evaluate("passkey", tmp_path / "out", models=[str(folders / "folded")], **given)
     shutil.rmtree(model)
     with pytest.raises(ValueError, match=r"holds records of model, and its folder .*model is gone: put it back"):

@@ -106,17 +106,14 @@ def test_measurements_of_one_kind_do_not_share_a_folder(holder, tmp_path):
         assert records.get({"a": 1}, lambda: {"value": 1}) == {"value": 1}
 
 
-def test_a_second_run_is_refused_before_it_starts_ranks(holder, tmp_path, monkeypatch, capsys):
+def test_a_second_run_is_refused_before_it_starts_ranks(holder, llama, tmp_path, monkeypatch, capsys):
     """Through the front door, which starts no process, and through training/train.py, in seconds; what the first has
     written stays as it is.
     """
-    from condense.training.small_llama import save_small_llama
-
     process = holder()
-    save_small_llama(tmp_path / "start")
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
     recipe = ROOT / "training" / "recipes" / "passkey_quickstart.yaml"
-    options = [f"model={tmp_path / 'start'}", f"output={tmp_path / 'out'}", "model.segment_length=40"]
+    options = [f"model={llama}", f"output={tmp_path / 'out'}", "model.segment_length=40"]
     capsys.readouterr()
     start = time.perf_counter()
     monkeypatch.setattr("sys.argv", ["condense", "train", str(recipe), *options])

@@ -239,19 +239,25 @@ def one_by_one(lm, sentences):
     return torch.stack([lm.logits(sentence)[-1] for sentence in sentences])
 
 
+@functools.cache
+def mixed_batch(name):
+    """Mixes two lengths, a sentence without a common prefix and a sentence of one token; each with its logits alone."""
+    lm = ContinuousLM(shared_model(name))
+    long, short = variants(lm), variants(lm, length=11, at=6)
+    sentences = [long[0], short[0], *long[1:], Sentence([5]), *short[1:], random_sentence(seed=3, length=11)]
+    return lm, sentences, one_by_one(lm, sentences)
+
+
 @pytest.mark.parametrize("reuse_prefix", [True, False])
 @pytest.mark.parametrize("tokens_at_once", [1, 11, 8192])
 @pytest.mark.parametrize("name", EVERY)
 @torch.no_grad()
 def test_a_batch_gives_the_logits_of_each_sentence_alone(name, tokens_at_once, reuse_prefix):
-    """The batch mixes two lengths, a sentence without a common prefix and a sentence of one token."""
-    lm = ContinuousLM(shared_model(name))
-    long, short = variants(lm), variants(lm, length=11, at=6)
-    sentences = [long[0], short[0], *long[1:], Sentence([5]), *short[1:], random_sentence(seed=3, length=11)]
+    lm, sentences, alone = mixed_batch(name)
     done = []
     logits = lm.next_logits(sentences, reuse_prefix, tokens_at_once, done.append)
     assert logits.dtype == torch.float32 and logits.shape == (12, VOCAB)
-    assert_close(logits, one_by_one(lm, sentences))
+    assert_close(logits, alone)
     assert sum(done) == 12 and (tokens_at_once > 1 or done == [1] * 12)
 
 

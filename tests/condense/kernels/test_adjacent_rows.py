@@ -6,7 +6,8 @@ import torch
 from condense.execution import captured_groups, cuda_graph, static_sums
 from condense.execution.adjacent_rows import Buffer, GroupRows
 from condense.execution.cuda_graph import Graphs, Pool
-from condense.kernels import rms_norm, rotary
+from condense.kernels import cross_entropy, rms_norm, rotary, swiglu
+from condense.kernels.derivatives import plain_gradients
 
 from ..execution.graphed import trained, uses
 from ..models import assert_same_gradients, gradients, random_ids, tiny_model
@@ -32,24 +33,46 @@ def without_graphs(monkeypatch):
     monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", graphs)
 
 
+def plain_product_into(product_mnF, gate_xF, up_xF):
+    product_mnF.copy_(swiglu.plain_silu_product(gate_xF, up_xF).view(product_mnF.shape))
+
+
+def plain_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF):
+    found = plain_gradients(swiglu.plain_silu_product, (gate_xF, up_xF), (True, True), gradient_xF)
+    both_mnF.copy_(torch.cat(found, -1).view(both_mnF.shape))
+
+
+@pytest.fixture
+def few_kernels(monkeypatch):
+    """The interpreter is slow: only the kernel of the gated product, which writes the rows, runs in it."""
+    for module in (cross_entropy, rms_norm, rotary):
+        monkeypatch.setattr(module, "uses_kernels", lambda tensor: False)
+
+
+CASES = [(1, None, 2), (1, 2, 3), (1, 8, 3), (2, 8, 2), (1, 8, 100)]  # one runs the kernel itself
+
+
 @pytest.mark.parametrize("is_wave", [False, True], ids=["in order", "in a wave"])
-@pytest.mark.parametrize(("batch", "group", "waiting"), [(1, None, 2), (1, 2, 3), (1, 8, 3), (2, 8, 2), (1, 8, 100)])
+@pytest.mark.parametrize(("batch", "group", "waiting"), CASES)
+@pytest.mark.usefixtures("few_kernels")
 def test_gradients(batch, group, waiting, is_wave, noted, monkeypatch):
     monkeypatch.setattr(static_sums, "TOKENS", waiting * batch * SEGMENT)
     monkeypatch.setattr(captured_groups, "WAVE_TOKENS", 1000 if is_wave else 1)
-    for module in (rms_norm, rotary):  # the interpreter is slow
-        monkeypatch.setattr(module, "uses_kernels", lambda tensor: False)
+    if (batch, group, waiting) != CASES[1]:
+        monkeypatch.setattr("condense.kernels.triton_swiglu.silu_product_into", plain_product_into)
+        monkeypatch.setattr("condense.kernels.triton_swiglu.silu_product_gradients_into", plain_gradients_into)
     ids = random_ids(batch, LENGTH)
     model = uses(trained(group, dtype=torch.float32), ids, times=1)
     joined = noted(static_sums, "_joined")
     found = gradients(model, ids)
-    assert_same_gradients(found, gradients(tiny_model(torch.float32, schedule="sequential"), ids), 2e-5)
     of_mlp = [
         result.data_ptr() != parts[0].data_ptr()
         for (parts,), _, result in joined
         if result.shape[1] == model.config.intermediate_size and len(parts) > 1
     ]
     assert of_mlp and any(of_mlp) == (batch > 1 and is_wave), "texts of a wave have no constant distance"
+    monkeypatch.setattr(swiglu, "uses_kernels", lambda tensor: False)
+    assert_same_gradients(found, gradients(tiny_model(torch.float32, schedule="sequential"), ids), 2e-5)
 
 
 def test_parts_of_a_buffer_share_memory_and_no_version():

@@ -32,6 +32,8 @@ from condense.eval.depth.solvers import CRITERIA, SUBJECTS, Solvers, criteria
 from condense.eval.report import write_report
 from condense.eval.runner import run
 
+from ...pictures import is_drawn
+
 TINY = replace(SMALL, steps=2)
 
 
@@ -234,4 +236,5 @@ def test_the_command_writes_pictures(tmp_path):
         assert shown.exit_code == 0 and f"depth_{name}.json" in shown.output
         for picture in pictures:
             assert all((tmp_path / f"depth_{picture}.{suffix}").stat().st_size > 10_000 for suffix in ("png", "svg"))
+            assert is_drawn(tmp_path / f"depth_{picture}.png")
     assert write_report(tmp_path).read_text().count("data:image/png;base64,") == 3

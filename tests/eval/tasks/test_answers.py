@@ -12,6 +12,7 @@ from condense.eval.tasks.answers import is_right, read_questions
 from condense.eval.tasks.options import AnswersOptions
 from condense.training.data.shards import wrong_encoding
 
+from ...pictures import is_drawn
 from ..measuring import command, save_folded
 from ..rivals import rival, rival_tokenizer, save_rival
 from .documents import TEXT, write_lines
@@ -71,7 +72,8 @@ def test_one_command_measures_a_file_of_prompts(folder, tmp_path):
     rows = list(csv.DictReader((tmp_path / "out" / "answers.csv").open()))
     by_line = {row["where"].rpartition(":")[2]: row["answer"] for row in rows if row["model"] == "llama"}
     assert [by_line[str(number)] for number in (1, 2, 3, 4)] == [answer.strip() for answer in expected]
-    assert "answers to mine.jsonl" in shown and (tmp_path / "out" / "answers.png").stat().st_size > 5000
+    picture = tmp_path / "out" / "answers.png"
+    assert "answers to mine.jsonl" in shown and picture.stat().st_size > 5000 and is_drawn(picture)
     states = {cell["model"]: cell["state_bytes"] for cell in results["cells"]}
     assert states["mamba"] == 4 * 4 * 64 * 8  # of one text
 

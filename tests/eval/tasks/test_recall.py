@@ -114,9 +114,9 @@ def test_a_model_that_reads_finds_all(form, kept, accuracy):
 @pytest.mark.parametrize("reach", [0, 1, 2])
 def test_answers_are_counted_by_the_segments_from_the_pair(reach, form):
     lengths = (81, 200, 481)  # prompts with a full last segment, with a part of one, and with a full one
-    results = measured(Forgetful(reach), pairs=(2, 5), lengths=lengths, num_prompts=120, forms=(form,))
+    results = measured(Forgetful(reach), pairs=(2, 5), lengths=lengths, num_prompts=60, forms=(form,))
     lines = results["by_segments"]
-    assert sum(line["total"] for line in lines) == 2 * 3 * 120
+    assert sum(line["total"] for line in lines) == 2 * 3 * 60
     found = {(line["nearest"], line["farthest"]) for line in lines if (line["pairs"], line["length"]) == (5, 481)}
     assert found == {(0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16)}  # of 12 segments
     for line in lines:

@@ -13,7 +13,7 @@ from condense.eval.continuity.probes import PROBES
 from condense.eval.tasks import find_task
 from condense.eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
 from condense.training.data.summarization import AFTER, BEFORE
-from condense.training.small_llama import save_small_llama, small_llama, word_tokenizer
+from condense.training.small_llama import small_llama, word_tokenizer
 
 from ..measuring import save_folded
 from .documents import write_lines
@@ -62,9 +62,8 @@ def models(folders):
     return [f"a={folders / 'folded'}", str(folders / "llama")]
 
 
-def test_passkey(folders, tmp_path):
-    save_small_llama(tmp_path / "llama")
-    options = PasskeyOptions(models=[str(tmp_path / "llama")], lengths=(80,), depths=(0.0, 0.5), num_prompts=3, seed=7)
+def test_passkey(folders, llama):
+    options = PasskeyOptions(models=[str(llama)], lengths=(80,), depths=(0.0, 0.5), num_prompts=3, seed=7)
     found = settings_of("passkey", options)
     (model,) = found.pop("models")
     assert model.keys() == described(folders)[1].keys() and model["parameters"] == 102_208

@@ -9,6 +9,7 @@ from condense.families import FAMILIES
 from condense.training.planning.activations import LOGIT_COPIES
 from condense.training.planning.memory import estimate
 
+from ...products import half_of
 from .shapes import PLAIN, recipe
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 2, "num_attention_heads": 16}
@@ -49,9 +50,7 @@ def track(kind, family, checkpointing) -> dict[str, dict[str, int]]:
     return bytes_by | {"peak": snapshot("peak")}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["condense", "stock"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@half_of(family=("llama", "qwen2", "qwen3"), kind=("condense", "stock"), checkpointing=(False, True))
 def test_a_step_holds_what_is_estimated(family, kind, checkpointing):
     """Weights and gradients exactly, moments except for AdamW's own counts of steps.
 

@@ -26,6 +26,7 @@ from condense.training.planning.memory import MemoryEstimate, estimate
 from condense.training.planning.passes import parameter_shapes, weights_of
 from condense.training.recipe import Recipe
 
+from ...products import half_of
 from ..ranks import run_ranks
 from .shapes import LLAMA_1B, LLAMA_3B, PLAIN, SMALL, recipe
 
@@ -132,6 +133,7 @@ def check_pass(config, trained, kept_within, peak_within, others=0, device="cpu"
     return parts
 
 
+DTYPES, ATTENTIONS = ("float32", "bfloat16"), ("sdpa", "eager")
 SHAPES = {
     "small": {},
     "untied, no groups": {"tie_word_embeddings": False, "num_key_value_heads": 4},
@@ -140,15 +142,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_folded_pass_keeps_what_is_estimated(shape, dtype, attention):
+@half_of(shape=SHAPES, dtype=DTYPES, attention=ATTENTIONS, segments=[(32, 128, 1), (24, 110, None), (64, 64, None)])
+def test_a_folded_pass_keeps_what_is_estimated(shape, dtype, attention, segments):
     """Within 4 % what is kept, within 10 % the peak: masks are not counted, nor what lives within an operation."""
-    config = LlamaConfig(**SMALL | SHAPES[shape])
-    for length, total, span in [(32, 128, 1), (24, 110, None), (64, 64, None)]:
-        trained = recipe(total, 2, dtype, attention, segment_length=length, bptt_segments=span)
-        check_pass(config, trained, 0.04, 0.10, head_gradients(config, trained))
+    config, (length, total, span) = LlamaConfig(**SMALL | SHAPES[shape]), segments
+    trained = recipe(total, 2, dtype, attention, segment_length=length, bptt_segments=span)
+    check_pass(config, trained, 0.04, 0.10, head_gradients(config, trained))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -190,33 +189,28 @@ def test_a_memory_without_gradient_spares_a_copy_of_its_source():
     assert kept[1] > 0.9 * kept[0]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_checkpoints_keep_memories_and_the_gradients_of_the_loss(dtype, attention):
+@half_of(shape=SHAPES, dtype=DTYPES, attention=ATTENTIONS, segments=[(32, 160, None), (24, 134, 2)])
+def test_checkpoints_keep_memories_and_the_gradients_of_the_loss(shape, dtype, attention, segments):
     """Within 15 % the memories (rotary tables and token ids are the rest), within 10 % the peak."""
-    for shape in SHAPES.values():
-        config = LlamaConfig(**SMALL | shape)
-        for length, total, span in [(32, 160, None), (24, 134, 2)]:
-            trained = recipe(total, 2, dtype, attention, True, segment_length=length, bptt_segments=span)
-            kept, peak = measure(config, trained)
-            kept -= head_gradients(config, trained)
-            parts = estimate(config, trained, PLAIN, 1)
-            assert parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.15)
-            assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
+    config, (length, total, span) = LlamaConfig(**SMALL | SHAPES[shape]), segments
+    trained = recipe(total, 2, dtype, attention, True, segment_length=length, bptt_segments=span)
+    kept, peak = measure(config, trained)
+    kept -= head_gradients(config, trained)
+    parts = estimate(config, trained, PLAIN, 1)
+    assert parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.15)
+    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_groups_of_segments_keep_what_is_estimated(shape, dtype):
+@half_of(shape=SHAPES, dtype=DTYPES, group=(2, 3, 8))
+def test_groups_of_segments_keep_what_is_estimated(shape, dtype, group):
     """The memories, beside rotary tables and token ids of less than 30 kB, and within 10 % the peak."""
     config = LlamaConfig(**SMALL | SHAPES[shape])
-    for group in (2, 3, 8):
-        trained = recipe(256, 2, dtype, "sdpa", True, segment_length=32, checkpoint_segments=group)
-        kept, peak = measure(config, trained)
-        parts = estimate(config, trained, PLAIN, 1)
-        kept -= head_gradients(config, trained) + parts.hidden_gradients
-        assert parts.memories - 3_000 <= kept <= parts.memories + 30_000 and bool(parts.memories) == (group < 8)
-        assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10), group
+    trained = recipe(256, 2, dtype, "sdpa", True, segment_length=32, checkpoint_segments=group)
+    kept, peak = measure(config, trained)
+    parts = estimate(config, trained, PLAIN, 1)
+    kept -= head_gradients(config, trained) + parts.hidden_gradients
+    assert parts.memories - 3_000 <= kept <= parts.memories + 30_000 and bool(parts.memories) == (group < 8)
+    assert expected_peak(config, trained) == pytest.approx(peak, rel=0.10)
 
 
 @pytest.mark.parametrize(("segments", "chosen"), [(2, 1), (16, 1), (2048, 8)])
@@ -254,17 +248,12 @@ def test_groups_fill_a_gpu_unless_they_are_set(rows, segments, fields, chosen):
     assert with_checkpoint_segments(config, free, 1).model.checkpoint_segments == chosen
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_stock_llama_keeps_what_is_estimated(dtype, attention, checkpointing):
+@half_of(shape=SHAPES, dtype=DTYPES, attention=ATTENTIONS, checkpointing=(False, True), total=(96, 256))
+def test_a_stock_llama_keeps_what_is_estimated(shape, dtype, attention, checkpointing, total):
     """Within 10 % the peak; 12 % where it is a single layer and its weights' gradients, in models as small as these."""
-    tolerance = 0.12 if checkpointing else 0.10
-    for shape in SHAPES.values():
-        config = LlamaConfig(**SMALL | shape)
-        for total in (96, 256):
-            trained = recipe(total, 2, dtype, attention, checkpointing, kind="stock")
-            assert expected_peak(config, trained) == pytest.approx(measure(config, trained)[1], rel=tolerance)
+    config, tolerance = LlamaConfig(**SMALL | SHAPES[shape]), 0.12 if checkpointing else 0.10
+    trained = recipe(total, 2, dtype, attention, checkpointing, kind="stock")
+    assert expected_peak(config, trained) == pytest.approx(measure(config, trained)[1], rel=tolerance)
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["k_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]])
@@ -281,10 +270,7 @@ def test_adapters_keep_what_is_estimated(dtype, kind, targets):
     assert shapes == [parameter.shape for parameter in model.parameters() if parameter.requires_grad]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ["small", "large vocabulary"])
-@pytest.mark.parametrize("tokens_at_once", [64, 1000])
+@half_of(shape=("small", "large vocabulary"), dtype=DTYPES, checkpointing=(False, True), tokens_at_once=(64, 1000))
 def test_distillation_keeps_what_is_estimated(shape, dtype, checkpointing, tokens_at_once, monkeypatch):
     """Within 2 % what is kept, within 12 % the peak, where a block of logits is small beside it."""
     config = LlamaConfig(**SMALL | SHAPES[shape])

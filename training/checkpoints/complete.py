@@ -23,7 +23,7 @@ from condense.files import use_default_mode
 MARKER = "complete.json"
 FIELDS = {"step", "ranks", "zero_stage", "recipe", "files"}  # of the marker
 # How the operating system, safetensors and torch say that a disk or quota is full.
-NO_ROOM = ("No space left", "quota exceeded", "File too large", "inline_container")
+NO_ROOM = ("No space left", "quota exceeded", "File too large", "unexpected pos")
 
 
 def checkpoints(folder: Path) -> list[Path]:

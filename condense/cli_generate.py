@@ -23,9 +23,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 picks the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    segment_length: Annotated[
-        int | None, typer.Option(help="Tokens; default the model's own, 512 for a stock model.")
-    ] = None,
+    segment_length: Annotated[int | None, typer.Option(help="Default the model's own; stock models: 512.")] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
     attention: Attention = "auto",
     chat: Annotated[

@@ -212,7 +212,8 @@ def test_bfloat16_and_a_curriculum_train_too(recipe, tmp_path, objective):
     saved = load_config(AutoConfig, tmp_path / "alone")
     assert saved.base.attention_dropout == 0 and saved.use_cache  # these held for the run alone
     given = yaml.safe_load(recipe.read_text())
-    given |= {"stages": None, "global_batch": None, "micro_batch": 1}
+    for replaced in ("stages", "global_batch", "micro_batch"):
+        del given[replaced]
     given["curriculum"] = {"steps": 6, "tokens_per_step": 320, "last_segments": 3}
     (tmp_path / "curriculum.yaml").write_text(yaml.safe_dump(given))
     trained(tmp_path / "curriculum.yaml", tmp_path / "grown", objective, "optimizer.decay_steps=4", "log_every=2")

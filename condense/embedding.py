@@ -59,7 +59,9 @@ class ChunkEmbedder:
         """Embeds the next chunk and, with gradients, all directly following chunks with the same rows that fit."""
         assert self.embedding is not None
         first = self._upcoming[0]
-        room = max(EMBEDDED_TOKENS // len(first.rows) if torch.is_grad_enabled() else 0, first.width)
+        # Under ZeRO-3 all ranks must use the weight equally often, whichever rows end first.
+        is_single = not torch.is_grad_enabled() or any(hasattr(one, "ds_id") for one in self.embedding.parameters())
+        room = max(0 if is_single else EMBEDDED_TOKENS // len(first.rows), first.width)
         block = []
         while self._upcoming and self._upcoming[0].rows == first.rows and self._upcoming[0].width <= room:
             block.append(self._upcoming.popleft())

@@ -63,7 +63,7 @@ def test_a_full_disk_is_said_and_the_run_resumes(recipe, whole, tmp_path, share)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * size), limits[1]))
     try:
-        with pytest.raises(ValueError, match=f"^{tmp_path} can't be written .*Make room, and start the same command"):
+        with pytest.raises(ValueError, match=f"^{tmp_path} can't be written: .*Make room, and start the same command"):
             train.train(load_recipe(recipe, [f"output={tmp_path}", "steps=7"]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

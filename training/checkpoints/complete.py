@@ -8,22 +8,21 @@ so a run resumes under the recipe it began with.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from condense.card import CARD
 from condense.files import use_default_mode
 
+from ..full_disk import room_for
+
 MARKER = "complete.json"
 FIELDS = {"step", "ranks", "zero_stage", "recipe", "files"}  # of the marker
-# How the operating system, safetensors and torch say that a disk or quota is full.
-NO_ROOM = ("No space left", "quota exceeded", "File too large", "unexpected pos")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -57,18 +56,11 @@ def check(checkpoint: Path) -> dict:
     return marker
 
 
-@contextmanager
-def room_for_checkpoints(output: Path) -> Iterator[None]:
+def room_for_checkpoints(output: Path) -> AbstractContextManager[None]:
     """Raises `ValueError` with the folder and the remedy if a disk or quota is full."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if not any(said in str(error) for said in NO_ROOM):
-            raise
-        raise ValueError(
-            f"{output} can't be written ({str(error).splitlines()[0]}). Make room, and start the same command again: "
-            "it resumes from the last complete checkpoint."
-        ) from error
+    return room_for(
+        output, "Make room, and start the same command again: it resumes from the last complete checkpoint."
+    )
 
 
 def remove_incomplete(folder: Path) -> None:

@@ -1,17 +1,16 @@
 """Documents as tokens on disk, read by number, in parts that are written completely or not at all."""
 
-import errno
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from .. import full_disk
 from ..recipe import DocumentData, Source
 from .documents import Document
 from .shards import source_files
@@ -147,18 +146,13 @@ def _read_part_file(path: Path) -> Part:
         ) from error
 
 
-@contextmanager
-def room_for(folder: Path) -> Iterator[None]:
+def room_for(folder: Path) -> AbstractContextManager[None]:
     """Raises `ValueError` with the folder and the remedy if a disk or quota is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise ValueError(
-            f"{folder} can't be written: {os.strerror(error.errno)}. Make room, or set data.prepared to a folder on "
-            "another disk, and start again: documents that are already prepared are kept."
-        ) from error
+    return full_disk.room_for(
+        folder,
+        "Make room, or set data.prepared to a folder on another disk, and start again: documents that are already "
+        "prepared are kept.",
+    )
 
 
 def write_part(sink: Any, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:

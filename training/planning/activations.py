@@ -269,8 +269,7 @@ def summed_gradients(
         if recipe.gradient_checkpointing:
             assert isinstance(recipe.model, CondenseModel) and isinstance(recipe.model.checkpoint_segments, int)
             of_layers = FLOAT32 * layers + head
-            has_sum = embedded if size == FLOAT32 else not rows_wait
-            backward = of_layers + FLOAT32 * largest * has_sum
+            backward = of_layers + FLOAT32 * largest * embedded
             if recipe.model.checkpoint_segments >= segments:  # otherwise a later group is computed beside all sums
                 backward = max(of_layers, backward - last_segment)
             # The group's own gradients are among the activations unless the logits are larger.

@@ -5,6 +5,7 @@ A new kind is a subclass of `ObjectiveKind`, registered with `@OBJECTIVES.regist
 Axes: B rows, N tokens, S segments, n targets.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -63,12 +64,12 @@ class ObjectiveKind(Section):
         """Returns the number of targets in a micro-batch; the sum over micro-batches and ranks divides the loss."""
         return batch["labels"].ne(IGNORE_INDEX).sum()
 
+    @abstractmethod
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         """Returns the loss of a micro-batch whose optimizer step has `num_targets` targets on all ranks together.
 
         `batch` has `input_ids` and `labels` [B, N], and an `attention_mask` if rows are padded.
         """
-        raise NotImplementedError
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         """Returns the losses of a validation batch: the training loss, or what compares with other objectives."""

@@ -77,7 +77,7 @@ class Progress(TrainerCallback):
 
 
 class Log(TrainerCallback):
-    """Appends every logged line to `log.jsonl`."""
+    """Appends every logged line to `log.jsonl`; the last step is logged too, whatever `log_every` is."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -92,6 +92,10 @@ class Log(TrainerCallback):
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(kept), encoding="utf-8")
             partial.replace(self.path)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:
+            control.should_log = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:

@@ -3,7 +3,8 @@
 Axes: B rows, N columns of the prompts.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, ClassVar, TypeVar
 
@@ -77,6 +78,15 @@ def answer(
     )
     rows = sequences[:, num_columns:].tolist()
     return [list(takewhile(lambda token: token not in ends, row)) for row in rows], num_bytes
+
+
+@contextmanager
+def naming_length(length: int, model: str) -> Iterator[None]:
+    """Adds the option and the model to the error of a length into which a prompt does not fit."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"--lengths {length}, in tokens of {model}: {error}") from error
 
 
 def in_percent(share: dict[str, Any]) -> tuple[str, str]:

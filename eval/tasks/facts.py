@@ -21,7 +21,7 @@ from ..results import Table, remove_picture
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
-from .evaluation import complete, kibibytes, shown_name, with_interval
+from .evaluation import complete, kibibytes, naming_length, shown_name, with_interval
 from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
@@ -54,8 +54,10 @@ class Facts(Grid):
         self.tasks = {
             model.name: FactsTask(model.tokenizer, options.kinds, options.num_facts, sentences) for model in models
         }
-        for task in self.tasks.values():  # refuses lengths that are too short before anything is measured
-            task.check_fits(min(options.lengths))
+        shortest = min(options.lengths)
+        for name, task in self.tasks.items():  # refuses lengths that are too short before anything is measured
+            with naming_length(shortest, name):
+                task.check_fits(shortest)
 
     @staticmethod
     def label(row: str) -> str:

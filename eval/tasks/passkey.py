@@ -15,7 +15,7 @@ from ..models import EvaluatedModel
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
-from .evaluation import complete, in_percent, kibibytes, shown_name
+from .evaluation import complete, in_percent, kibibytes, naming_length, shown_name
 from .grids import Batch, Grid, pooled
 from .options import PasskeyOptions
 
@@ -40,8 +40,10 @@ class Passkey(Grid):
         for model in models:
             frame = chat_frame(model.tokenizer) if model.name in options.chat else None
             self.prompts[model.name] = PasskeyTask(model.tokenizer, options.num_keys, options.num_digits, frame)
-        for prompts in self.prompts.values():  # refuses lengths that are too short before anything is measured
-            prompts.batch(1, min(options.lengths), np.random.default_rng(0))
+        shortest = min(options.lengths)
+        for name, prompts in self.prompts.items():  # refuses lengths that are too short before anything is measured
+            with naming_length(shortest, name):
+                prompts.batch(1, shortest, np.random.default_rng(0))
 
     @staticmethod
     def label(row: float) -> str:

@@ -277,6 +277,9 @@ def _label_of(curve: dict[str, Any], results: Results, before: int | None = None
     """Returns a curve's label, with the positions that the model's texts exceed; `before` is for one point."""
     label = LABELS[curve["curve"]]
     positions = results.get("positions_exceeded", {}).get(f"{curve['model']}, {label}")
+    share = next(model.get("memory_share") for model in results["models"] if model["name"] == curve["model"])
+    if share is not None and curve["curve"] == "folded":
+        label = f"folded: memory_share={share}"
     if curve.get("stateful") and curve["curve"] == "full_attention":
         label = STATEFUL
     if positions is None or (before is not None and (before + 1) * curve["segment_length"] <= positions):

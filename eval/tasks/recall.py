@@ -18,7 +18,7 @@ from ..overview import Figure, remark_of
 from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from .evaluation import Evaluation, complete, kibibytes, shown_name, with_interval
+from .evaluation import Evaluation, complete, kibibytes, naming_length, shown_name, with_interval
 from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
@@ -57,9 +57,10 @@ class Recall(Evaluation[Batch]):
             (model.name, form, pairs): RecallTask(model.tokenizer, pairs, form, options.values, options.overwritten)
             for model, form, pairs in product(models, options.forms, options.pairs)
         }
-        for prompts in self.prompts.values():
+        for (name, *_), prompts in self.prompts.items():
             for length in filter(None, options.lengths):
-                prompts.check_length(length)
+                with naming_length(length, name):
+                    prompts.check_length(length)
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {"by_segments": True}  # older records lack these counts

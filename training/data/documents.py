@@ -96,7 +96,9 @@ def make_document(record: Record, source: Source, with_summaries: bool) -> Docum
     values = []
     for key, name in (("text", text_field), ("summary", source.summary))[: 1 + with_summaries]:
         value = find_field(fields, name)
-        if value is MISSING or value is None:
+        if value is None:
+            return Problem(where, "empty document", f"{name!r} is null")
+        if value is MISSING:
             remedy = f"name the right one with {key}=FIELD of the source, or --{key}-field in an evaluation"
             return Problem(where, "missing field", f"{name!r}; there are {field_names(fields)}: {remedy}")
         if isinstance(value, list) and all(isinstance(item, str) for item in value):

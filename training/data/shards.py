@@ -148,11 +148,15 @@ def _parquet_rows(path: Path) -> Iterator[Record]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := [name for name in names if names.count(name) > 1]:
+                yield str(path), Problem(str(path), "unreadable Parquet", f"two columns are named {twice[0]!r}")
+                return
             for batch in file.iter_batches(batch_size=256):
                 for row in range(batch.num_rows):
                     where = f"{path}:row {number}"
                     try:
-                        yield where, {name: batch[name][row].as_py() for name in batch.schema.names}
+                        yield where, {name: batch[name][row].as_py() for name in names}
                     except UnicodeDecodeError as error:  # Parquet does not check text
                         yield where, wrong_encoding(where, error)
                     number += 1

@@ -13,10 +13,9 @@ def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[s
     path, section = _walk(problem["loc"], recipe, fields)
     where = ".".join(map(str, path)) or "the recipe"
     if problem["type"] == "extra_forbidden":
-        keys = list(section.model_fields)
-        if "kind" in keys:
-            kind = f"{path[-2]}.kind={section.model_fields['kind'].default}"
-            return f"  {where} is not a key of {kind}, which has {', '.join(keys)}."
+        for tag in {"kind", "task"} & section.model_fields.keys():
+            (value,) = typing.get_args(section.model_fields[tag].annotation)
+            return f"  {where} is not a key of {path[-2]}.{tag}={value}, which has {', '.join(section.model_fields)}."
         return f"  {where} is not a key of a recipe; did you mean {_nearest(path, section)!r}?"
     if problem["type"] == "missing":
         return f"  {where} is missing."

@@ -55,8 +55,11 @@ class Registry(Generic[S]):
         return list(self.kinds.values())
 
     def parse(self, value: Any) -> Any:
-        """Returns a section from its keys and values; a text stands for the key `source`."""
-        fields = {"source": value} if isinstance(value, str) else value
+        """Returns a section from its keys and values; a text stands for the key `source`, or for `kind` without one."""
+        default = self.find({})
+        assert default is not None
+        key = "source" if "source" in default.model_fields else "kind"
+        fields = {key: value} if isinstance(value, str) else value
         if not isinstance(fields, dict):
             return value  # a section already, or what pydantic refuses
         section = self.find(fields)

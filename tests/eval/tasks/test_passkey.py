@@ -176,7 +176,8 @@ def test_prompts_in_chunks_are_read_as_in_one_call(tmp_path, monkeypatch, noted)
 
 
 def test_mistakes_are_named(tmp_path, oracle):
-    assert_refused("needs 70 tokens", cells_of, oracle, [200, 50], (0.0,), num_prompts=1)
+    words = f"--lengths 50, in tokens of {oracle.name}: a passkey prompt needs 70 tokens"
+    assert_refused(words, cells_of, oracle, [200, 50], (0.0,), num_prompts=1)
     assert not oracle.model.asked  # before anything runs
     assert_refused("there is no folder 'nowhere'", evaluate, "passkey", tmp_path, models=["nowhere"], lengths=[80])
     assert_refused("two models are called", evaluate, "passkey", tmp_path, models=["a/x", "b/x"], lengths=[80])

@@ -191,6 +191,19 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     assert f"{of['folded', 'layer_input']['points'][2]['gained']:+.4f}" in shown
 
 
+def test_a_share_of_the_layers_output_is_named(tmp_path):
+    """The memory of a model with `memory_share` is not the layer's output alone."""
+    model = tiny_model(segment_length=LENGTH, memory_share=0.25)
+    evaluated = EvaluatedModel("tiny", "", model, None)
+    options = PerplexityOptions(models=[], data=[], num_segments=2)
+    task = Perplexity(options, [evaluated], {"tiny": [text(16)]})
+    results = task.results(task.settings(), measure(task))
+    labels = [row[1] for row in Perplexity.tables(results)[0].rows]
+    assert labels == [
+        "memory cut off", "folded: memory_share=0.25", "Transformer-XL: the layer's input", "full attention",
+    ]  # fmt: skip
+
+
 def test_records_hold_what_the_numbers_are_made_of(measured, tmp_path):
     model, texts, curves = measured
     store = ResultsStore(tmp_path / "records.jsonl", {})

@@ -238,7 +238,7 @@ def test_cells_do_not_depend_on_the_batches(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pairs": (1, 32), "lengths": (1024, 200)}, "pairs=32 of the form single need 214 tokens and 200 are allowed"),
+        ({"pairs": (1, 32), "lengths": (1024, 200)}, "--lengths 200, in tokens of .* pairs=32 .* need 214"),
         ({"pairs": (600,)}, "pairs=600, and there are keys for 1 to 576"),
         ({"forms": ("two",)}, "unknown form 'two': choose from single, multi_value, overwritten"),
         ({"pairs": (2, 2)}, "twice"),

@@ -112,7 +112,7 @@ def test_what_is_broken_is_named_by_file_and_line(tmp_path):
         (f"{path}:3", "wrong encoding"),
         (f"{path}:4", "no JSON object"),
         (f"{path}:6", "missing field"),
-        (f"{path}:7", "missing field"),
+        (f"{path}:7", "empty document"),
         (f"{path}:8", "wrong type"),
         (f"{path}:9", "empty document"),
         (f"{path}:10", "wrong encoding"),
@@ -141,6 +141,13 @@ def test_a_truncated_parquet_file(tmp_path):
     records = read(Source(files=str(broken)))
     problems = [record for record in records if isinstance(record, Problem)]
     assert problems and all(str(broken) in problem.where for problem in problems)
+
+
+def test_a_parquet_file_with_two_columns_of_one_name(tmp_path):
+    path = tmp_path / "x.parquet"
+    pa.parquet.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), path)
+    (problem,) = read(Source(files=str(path)))
+    assert problem == (str(path), "unreadable Parquet", "two columns are named 'text'")
 
 
 def test_a_badly_encoded_row_of_parquet_costs_only_itself(tmp_path):

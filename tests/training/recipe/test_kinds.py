@@ -122,6 +122,22 @@ def test_another_model_and_another_objective_train(recipe):
     assert not torch.equal(trained.head.weight, Bigrams.from_pretrained(recipe.model.source).head.weight)
 
 
+def test_the_last_step_is_logged_too(recipe):
+    """The window of a line is the steps since the line before."""
+    train(load_recipe(recipe.output.parent / "recipe.yaml", ["stages=[{total_length: 90, steps: 3}]"]))
+    losses = [line["loss"] for line in log_lines(recipe.output)]
+    overrides = [
+        "stages=[{total_length: 90, steps: 3}]",
+        "log_every=2",
+        "checkpoints.every=2",
+        f"output={recipe.output}-other",
+    ]
+    train(other := load_recipe(recipe.output.parent / "recipe.yaml", overrides))
+    lines = log_lines(other.output)
+    assert [line["step"] for line in lines] == [2, 3]
+    assert [line["loss"] for line in lines] == pytest.approx([sum(losses[:2]) / 2, losses[2]], abs=1e-4)
+
+
 def test_the_dry_run_says_that_it_does_not_count_them(recipe):
     shape = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
     (row,) = memory_by_ranks(shape, recipe, {"zero_optimization": {"stage": 0}}, [1])
@@ -132,7 +148,10 @@ def test_their_keys_are_checked(kinds, tmp_path):
     path = recipe_in(tmp_path)
     with pytest.raises(ValueError, match="model.segment_length is not a key of model.kind=bigrams, which has .*width"):
         load_recipe(path, ["model.segment_length=4"])
-    with pytest.raises(ValueError, match="objective.ahead is missing"):
-        load_recipe(path, ["objective={kind: skip}"])
+    for skip in ("objective={kind: skip}", "objective=skip"):
+        with pytest.raises(ValueError, match="objective.ahead is missing"):
+            load_recipe(path, [skip])
+    with pytest.raises(ValueError, match="kind='skep' is unknown: choose one of .*'skip'"):
+        load_recipe(path, ["objective=skep"])
     with pytest.raises(ValueError, match="objective.after is not a key of objective.kind=skip"):
         load_recipe(path, ["objective.after=4"])

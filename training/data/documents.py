@@ -97,7 +97,7 @@ def make_document(record: Record, source: Source, with_summaries: bool) -> Docum
     for key, name in (("text", text_field), ("summary", source.summary))[: 1 + with_summaries]:
         value = find_field(fields, name)
         if value is None:
-            return Problem(where, "empty document", f"{name!r} is null")
+            return Problem(where, "missing field", f"{name!r} is null")
         if value is MISSING:
             remedy = f"name the right one with {key}=FIELD of the source, or --{key}-field in an evaluation"
             return Problem(where, "missing field", f"{name!r}; there are {field_names(fields)}: {remedy}")

@@ -107,12 +107,14 @@ def test_what_is_broken_is_named_by_file_and_line(tmp_path):
         Document(f"{path}:1", "good"),
         Document(f"{path}:12", "last"),
     ]
+    (null,) = [record for record in records if record[0] == f"{path}:7"]
+    assert null.detail == "'text' is null"
     assert [(record.where, record.kind) for record in records if isinstance(record, Problem)] == [
         (f"{path}:2", "broken JSON"),
         (f"{path}:3", "wrong encoding"),
         (f"{path}:4", "no JSON object"),
         (f"{path}:6", "missing field"),
-        (f"{path}:7", "empty document"),
+        (f"{path}:7", "missing field"),
         (f"{path}:8", "wrong type"),
         (f"{path}:9", "empty document"),
         (f"{path}:10", "wrong encoding"),

@@ -92,7 +92,7 @@ def test_refusing_names_file_line_and_remedy(documents):
         (b'{"text": "w1 \xe9"}', "wrong encoding"),
         (b'"w1"', "no JSON object"),
         (b'{"texts": "w1"}', "missing field"),
-        (b'{"text": null}', "empty document"),
+        (b'{"text": null}', "missing field"),
         (b'{"text": 7}', "wrong type"),
         (b'{"text": [7]}', "wrong type"),
         (b'{"text": ""}', "empty document"),

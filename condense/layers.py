@@ -15,7 +15,7 @@ heads, E head dimension, F intermediate size, x any size, 1 a broadcast axis.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from .attention import AttentionMask, AttentionMetadata, attend
 from .configuration import CondenseConfig
 from .families import family_of
+from .kernels.extension import extend_rotated, takes_extension_kernel
 from .kernels.rms_norm import add_rms_norm, takes_norm_kernel
 from .kernels.rms_norm import rms_norm as fused_rms_norm
 from .kernels.rotary import RotaryTables, rotate
@@ -185,36 +186,42 @@ class CondenseAttention(nn.Module):
         """Returns the output [R, T, D] and, with `remembers_input`, `normed_RTD`'s keys and values as next memory."""
         query_RTx, key_RTx, value_RTx = project(normed_RTD, self.q_proj, self.k_proj, self.v_proj)
         query_RHTE = rotate(self._heads(query_RTx, self.q_norm), metadata.rotary)
-        unrotated_RGTE, value_RGTE = self._heads(key_RTx, self.k_norm), self._heads(value_RTx)
-        key_RGTE = rotate(unrotated_RGTE, metadata.rotary)
+        key_RGTE, value_RGTE = self._heads(key_RTx, self.k_norm), self._heads(value_RTx)
         output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata))
         if not remembers_input:
             return output_RTD, None
-        return output_RTD, Memory(rotate(unrotated_RGTE, metadata.memory_rotary), value_RGTE)
+        return output_RTD, Memory(rotate(key_RGTE, metadata.memory_rotary), value_RGTE)
 
     def _attend(
         self, query_RHTE, key_RGTE, value_RGTE, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> torch.Tensor:
+        """`key_RGTE` are not rotated yet."""
+        own: tuple[torch.Tensor, ...] = query_RHTE, key_RGTE, value_RGTE, *metadata.rotary
+        if not (isinstance(key_values, Memory) and takes_extension_kernel(key_values, *own[1:])):
+            own = query_RHTE, rotate(key_RGTE, metadata.rotary), value_RGTE
         groups = metadata.row_groups(key_values, len(query_RHTE))
         if len(groups) == 1:  # not a slice of all rows, whose gradient would be a copy
             _, mask, row_key_values = groups[0]
-            return self._attend_rows(query_RHTE, key_RGTE, value_RGTE, mask, row_key_values, metadata.chunk)
+            return self._attend_rows(own, mask, row_key_values, metadata.chunk)
         sizes = [num_rows for num_rows, _, _ in groups]
-        parts = (tensor.split(sizes) for tensor in (query_RHTE, key_RGTE, value_RGTE))
+        parts = zip(*(tensor.split(sizes) for tensor in own), strict=True)
         return torch.cat(
             [
-                self._attend_rows(query, key, value, mask, row_key_values, metadata.chunk)
-                for query, key, value, (_, mask, row_key_values) in zip(*parts, groups, strict=True)
+                self._attend_rows(part, mask, row_key_values, metadata.chunk)
+                for part, (_, mask, row_key_values) in zip(parts, groups, strict=True)
             ]
         )
 
     def _attend_rows(
-        self, query_RHTE, key_RGTE, value_RGTE, mask: AttentionMask, key_values: KeyValueState | None, chunk: Chunk
+        self, own: Sequence[torch.Tensor], mask: AttentionMask, key_values: KeyValueState | None, chunk: Chunk
     ) -> torch.Tensor:
-        if key_values is None:
-            key_RGKE, value_RGKE = key_RGTE, value_RGTE
-        else:
-            key_RGKE, value_RGKE = key_values.extend(key_RGTE, value_RGTE, chunk)
+        """`own`: queries, keys and values of the chunk, and rotary tables unless the keys are rotated already."""
+        query_RHTE, key_RGKE, value_RGKE, *tables = own
+        if tables:
+            assert key_values is None or isinstance(key_values, Memory)
+            key_RGKE, value_RGKE = extend_rotated(key_values, key_RGKE, value_RGKE, *tables)
+        elif key_values is not None:
+            key_RGKE, value_RGKE = key_values.extend(key_RGKE, value_RGKE, chunk)
         dropout = self.config.attention_dropout if self.training else 0.0
         implementation = self.config._attn_implementation
         return attend(implementation, query_RHTE, key_RGKE, value_RGKE, mask, self.scale, dropout)

@@ -16,7 +16,7 @@ RotaryTables = tuple[torch.Tensor, torch.Tensor]  # cos and sin, each [R or 1, 1
 
 def rotate(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     """Applies rotary position embedding to queries or keys; a kernel writes the result in the order of its axes."""
-    if _takes_kernel(tensor_RHTE, tables):
+    if takes_rotary_kernel(tensor_RHTE, tables):
         return _Rotation.apply(tensor_RHTE, *tables, False, False)
     return plain_rotate(tensor_RHTE, tables)
 
@@ -28,7 +28,7 @@ def plain_rotate(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> torch.Tenso
     return (tensor_RHTE * cos_R1TE + rolled_RHTE * sin_R1TE).to(tensor_RHTE.dtype)
 
 
-def _takes_kernel(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> bool:
+def takes_rotary_kernel(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> bool:
     if tensor_RHTE.dim() != 4 or tensor_RHTE.shape[-1] % 2 or not uses_kernels(tensor_RHTE):
         return False
     num_rows, _, width, size = tensor_RHTE.shape
@@ -48,7 +48,7 @@ class _Rotation(torch.autograd.Function):
         from .triton_rotary import rotate_into
 
         ctx.save_for_backward(cos_R1TE, sin_R1TE)
-        ctx.inverse, ctx.by_token = inverse, _is_by_token(tensor_RHTE)
+        ctx.inverse, ctx.by_token = inverse, is_by_token(tensor_RHTE)
         num_rows, heads, width, size = tensor_RHTE.shape
         if by_token:
             output_RHTE = tensor_RHTE.new_empty(num_rows, width, heads, size).transpose(1, 2)
@@ -63,5 +63,10 @@ class _Rotation(torch.autograd.Function):
         return _Rotation.apply(gradient_RHTE, *ctx.saved_tensors, not ctx.inverse, ctx.by_token), *[None] * 4
 
 
-def _is_by_token(tensor_RHTE: torch.Tensor) -> bool:
+def gradient_of_rotated(gradient_RHTE: torch.Tensor, tables: RotaryTables, by_token: bool) -> torch.Tensor:
+    """Returns the gradient of what a kernel has rotated; `by_token` tells whether that had tokens before heads."""
+    return _Rotation.apply(gradient_RHTE, *tables, True, by_token)
+
+
+def is_by_token(tensor_RHTE: torch.Tensor) -> bool:
     return tensor_RHTE.stride(1) < tensor_RHTE.stride(2)

@@ -1,6 +1,8 @@
-"""The kernel of `rotary`: a program processes some tokens of a row and some heads, and reads the tables once.
+"""The kernels of `rotary` and `extension`: a program processes some tokens of a row and some heads, and reads the
+tables once.
 
-Axes: R rows of a chunk, T tokens of a chunk, H heads, E head dimension, 1 a broadcast axis.
+Axes: R rows of a chunk, T tokens of a chunk, M tokens of a memory, K = M + T keys, H query heads, G key/value heads, E
+head dimension, 1 a broadcast axis.
 """
 
 import torch
@@ -40,6 +42,45 @@ def rotate_into(
             *_row_and_token_strides(sin),
             *output_RHTE.stride()[:3],
             INVERSE=inverse,
+            HEADS=HEADS,
+            TOKENS=tokens,
+            HALF=size // 2,
+            BLOCK=block,
+            num_warps=min(max(tokens * block // 256, 1), 4),
+        )
+
+
+def extend_into(
+    key_RGKE: torch.Tensor,
+    value_RGKE: torch.Tensor,
+    memory_key_RGME: torch.Tensor,
+    memory_value_RGME: torch.Tensor,
+    key_RGTE: torch.Tensor,
+    value_RGTE: torch.Tensor,
+    cos_R1TE: torch.Tensor,
+    sin_R1TE: torch.Tensor,
+) -> None:
+    """Writes the memory and then the chunk, its keys rotated, to two contiguous tensors."""
+    inputs = [with_unit_stride(one) for one in (memory_key_RGME, memory_value_RGME, key_RGTE, value_RGTE)]
+    cos, sin = with_unit_stride(cos_R1TE), with_unit_stride(sin_R1TE)
+    num_rows, heads, num_keys, size = key_RGKE.shape
+    block = triton.next_power_of_2(size // 2)
+    tokens = min(max(TILE // block, 1), triton.next_power_of_2(num_keys))
+    token_blocks = triton.cdiv(num_keys, tokens)
+    with torch.cuda.device_of(key_RGKE):
+        _extend[(num_rows * token_blocks, triton.cdiv(heads, HEADS))](
+            *inputs,
+            cos,
+            sin,
+            key_RGKE,
+            value_RGKE,
+            heads,
+            num_keys - key_RGTE.shape[2],
+            num_keys,
+            token_blocks,
+            *[stride for one in inputs for stride in one.stride()[:3]],
+            *_row_and_token_strides(cos),
+            *_row_and_token_strides(sin),
             HEADS=HEADS,
             TOKENS=tokens,
             HALF=size // 2,
@@ -106,3 +147,79 @@ def _rotate(
         place = output + head * output_head
         tl.store(place, rotated_first.to(place.dtype.element_ty), mask=exists)
         tl.store(place + HALF, rotated_second.to(place.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _extend(
+    memory_key,
+    memory_value,
+    key,
+    value,
+    cos,
+    sin,
+    key_output,
+    value_output,
+    heads,
+    memory_width,
+    num_keys,
+    token_blocks,
+    memory_key_row,
+    memory_key_head,
+    memory_key_token,
+    memory_value_row,
+    memory_value_head,
+    memory_value_token,
+    key_row,
+    key_head,
+    key_token,
+    value_row,
+    value_head,
+    value_token,
+    cos_row,
+    cos_token,
+    sin_row,
+    sin_token,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = (tl.program_id(0) // token_blocks).to(tl.int64)
+    place = ((tl.program_id(0) % token_blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    element = tl.arange(0, BLOCK)[None, :]
+    is_memory = (place < memory_width) & (element < HALF)
+    is_own = (place >= memory_width) & (place < num_keys) & (element < HALF)
+    token = place - memory_width
+
+    cos += row * cos_row + token * cos_token + element
+    sin += row * sin_row + token * sin_token + element
+    first_cos = tl.load(cos, mask=is_own, other=0.0).to(tl.float32)
+    second_cos = tl.load(cos + HALF, mask=is_own, other=0.0).to(tl.float32)
+    first_sin = tl.load(sin, mask=is_own, other=0.0).to(tl.float32)
+    second_sin = tl.load(sin + HALF, mask=is_own, other=0.0).to(tl.float32)
+
+    memory_key += row * memory_key_row + place * memory_key_token + element
+    memory_value += row * memory_value_row + place * memory_value_token + element
+    key += row * key_row + token * key_token + element
+    value += row * value_row + token * value_token + element
+    for number in range(HEADS):
+        head = (tl.program_id(1) * HEADS + number).to(tl.int64)
+        from_memory, from_own = is_memory & (head < heads), is_own & (head < heads)
+        written = from_memory | from_own
+        # Loads of the part that a token is not from are masked: they read nothing.
+        first = tl.load(key + head * key_head, mask=from_own, other=0.0).to(tl.float32)
+        second = tl.load(key + head * key_head + HALF, mask=from_own, other=0.0).to(tl.float32)
+        rotated_first = first * first_cos + second * first_sin
+        rotated_second = second * second_cos + first * second_sin
+        past = memory_key + head * memory_key_head
+        rotated_first += tl.load(past, mask=from_memory, other=0.0).to(tl.float32)
+        rotated_second += tl.load(past + HALF, mask=from_memory, other=0.0).to(tl.float32)
+        output = key_output + ((row * heads + head) * num_keys + place) * (2 * HALF) + element
+        tl.store(output, rotated_first.to(output.dtype.element_ty), mask=written)
+        tl.store(output + HALF, rotated_second.to(output.dtype.element_ty), mask=written)
+        now, past = value + head * value_head, memory_value + head * memory_value_head
+        first = tl.load(now, mask=from_own, other=0.0) + tl.load(past, mask=from_memory, other=0.0)
+        second = tl.load(now + HALF, mask=from_own, other=0.0) + tl.load(past + HALF, mask=from_memory, other=0.0)
+        output = value_output + ((row * heads + head) * num_keys + place) * (2 * HALF) + element
+        tl.store(output, first, mask=written)
+        tl.store(output + HALF, second, mask=written)

@@ -16,13 +16,14 @@ import torch
 
 from condense.eval.results import Table
 from condense.kernels.cross_entropy import cross_entropy_and_gradient, plain_cross_entropy_and_gradient
+from condense.kernels.extension import extend_rotated
 from condense.kernels.rms_norm import add_rms_norm, plain_rms_norm, rms_norm
 from condense.kernels.rotary import plain_rotate, rotate
 from condense.kernels.swiglu import plain_silu_product, silu_product
 
 REPEATS, WARM_UPS, EPSILON = 20, 5, 1e-5
 TOKENS, VOCABULARY, WIDTH, INTERMEDIATE, LAYERS = 4096, 128_256, 2048, 8192, 16
-HEADS, HEAD, SEGMENT = 32, 64, 512
+HEADS, GROUPS, HEAD, SEGMENT = 32, 8, 64, 512
 COLUMNS = ["operation", "form", "forward [ms]", "backward [ms]"]
 Function = Callable[..., Any]
 
@@ -115,6 +116,24 @@ def rotations() -> list[list[str]]:
     ]
 
 
+def extensions() -> list[list[str]]:
+    """Times the keys and values of [memory ; segment], of tensors as projections and rotations lay them out."""
+    cos, sin = random(1, 1, SEGMENT, HEAD), random(1, 1, SEGMENT, HEAD)
+    by_token = [random(LAYERS, SEGMENT, GROUPS, HEAD) for _ in range(3)]
+
+    def kernel(memory_key, *others):
+        memory_value, key, value = (one.transpose(1, 2) for one in others)
+        return extend_rotated((memory_key, memory_value), key, value, cos, sin)
+
+    def plain(memory_key, *others):
+        memory_value, key, value = (one.transpose(1, 2) for one in others)
+        return torch.cat([memory_key, rotate(key, (cos, sin))], dim=2), torch.cat([memory_value, value], dim=2)
+
+    operation = f"[memory ; segment] of {LAYERS} x {GROUPS} x {SEGMENT} x {HEAD}"
+    inputs = [random(LAYERS, GROUPS, SEGMENT, HEAD), *by_token]
+    return [row(operation, form, function, inputs) for form, function in (("kernel", kernel), ("plain", plain))]
+
+
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
@@ -127,7 +146,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_kernels: there is no CUDA device.")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    print(Table("fused kernels", COLUMNS, [*losses(), *products(), *norms(), *rotations()]))
+    print(Table("fused kernels", COLUMNS, [*losses(), *products(), *norms(), *rotations(), *extensions()]))
 
 
 if __name__ == "__main__":

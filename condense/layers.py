@@ -238,6 +238,10 @@ class MemoryShare(nn.Module):
     def takes_input(self) -> bool:
         return self.share == 0
 
+    @property
+    def takes_output(self) -> bool:
+        return self.share == 1
+
     def forward(self, input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
         return blend(input_RTD, output_RTD, self.share)
 
@@ -268,7 +272,11 @@ class CondenseDecoderLayer(nn.Module):
         normed_RTD = self.input_layernorm(input_RTD)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
         residual_RTD, normed_RTD = self.post_attention_layernorm.after_sum(attention_RTD, input_RTD)
-        output_RTD = residual_RTD + self.mlp(normed_RTD)
+        added_RTD = self.mlp(normed_RTD)
+        if metadata.writes_memory and self.memory_share.takes_output and not any(metadata.detach_R):
+            output_RTD, normed_RTD = self.input_layernorm.after_sum(added_RTD, residual_RTD)
+            return output_RTD, self.self_attn.project_memory(normed_RTD, metadata)
+        output_RTD = residual_RTD + added_RTD
         if from_input or not metadata.writes_memory:
             return output_RTD, memory
         source_RTD = detach_rows(self.memory_share(input_RTD, output_RTD), metadata.detach_R)

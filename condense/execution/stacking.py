@@ -281,6 +281,10 @@ class StackedMemoryShare(_Stacked):
     def takes_input(self) -> bool:
         return all(module.takes_input for module in self.stacked)
 
+    @property
+    def takes_output(self) -> bool:
+        return all(module.takes_output for module in self.stacked)
+
     def forward(self, input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
         num_rows = len(input_RTD) // len(self.stacked)
         runs = [(share, len(list(run)) * num_rows) for share, run in groupby(module.share for module in self.stacked)]

@@ -92,15 +92,15 @@ def test_what_the_kernel_does_not_take():
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
 def test_a_model(schedule, monkeypatch, noted):
-    """In a wave, rows of the first segment have no memory: their keys are only rotated."""
-    for module in (rms_norm, swiglu):  # the interpreter is slow
-        monkeypatch.setattr(module, "uses_kernels", lambda tensor: False)
-    extensions = noted(layers, "extend_rotated")
-    model, ids = tiny_model(torch.float32, schedule=schedule).train(), random_ids(2, 18)
+    """In a wave, rows of the first segment have no memory: their keys are only rotated. The sum at a layer's end has
+    its norm, of which the memory is made, from the same kernel."""
+    monkeypatch.setattr(swiglu, "uses_kernels", lambda tensor: False)  # the interpreter is slow
+    extensions, sums = noted(layers, "extend_rotated"), noted(rms_norm._AddNorm, "apply")
+    model, ids = tiny_model(torch.float32, schedule=schedule).train(), random_ids(1, 13)
     loss, found = gradients(model, ids)
     assert {one.arguments[0] is None for one in extensions} == {False, schedule == "wavefront"}
-    model.double()
+    assert len(sums) == {"sequential": 3 * (2 + 2 + 1), "wavefront": 4 * 2 + 3}[schedule]  # the last segment is partial
     extensions.clear()
     doubled = {name: gradient.double() for name, gradient in found.items()}
-    assert_same_gradients((loss, doubled), gradients(model, ids), 1e-5)
+    assert_same_gradients((loss, doubled), gradients(model.double(), ids), 1e-5)
     assert not extensions

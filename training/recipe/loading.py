@@ -130,12 +130,12 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """Returns YAML's value, except that 1e-4 is a number."""
+    """Returns YAML's value, except that 1e-4 is a number, unless it is quoted."""
     try:
         parsed = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"the override's value {text!r} is not YAML: {' '.join(str(error).split())}") from error
-    if isinstance(parsed, str):
+    if isinstance(parsed, str) and parsed == text.strip():
         with suppress(ValueError):
             return float(parsed)
     return parsed

@@ -60,6 +60,12 @@ def test_a_key_that_is_there_twice(path):
     assert (optimizer.warmup_steps, optimizer.beta1) == (10, 0.8)  # a merge key's values may be replaced
 
 
+def test_a_quoted_number_is_a_text(path):
+    sources = "data={task: text, sources: [{hub: a/b}]}"
+    assert load_recipe(path, [sources, 'data.sources.0.name="2024"']).data.sources[0].name == "2024"
+    assert load_recipe(path, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4
+
+
 def test_the_example_for_own_documents(tmp_path):
     """As docs/training.md has it."""
     page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from condense.training.data.passkey import PasskeyTask
 from condense.training.data.tasks import make_examples
+from condense.training.facts_data import write_facts_llama
 from condense.training.recipe import load_recipe
 from condense.training.sample_data import ATTRIBUTES, make_documents, write_sample_data
 
@@ -106,6 +107,15 @@ def test_other_content_is_kept(folder, tmp_path):
     with pytest.raises(ValueError, match="train.jsonl exists with different content"):
         write_sample_data(tmp_path)
     assert [path.name for path in tmp_path.rglob("*.*")] == ["train.jsonl"]
+
+
+def test_others_can_read_what_was_written(tmp_path):
+    tmp_path.chmod(0o775)
+    (tmp_path / "new").touch()
+    write_facts_llama(tmp_path, width=8)
+    assert tmp_path.stat().st_mode & 0o777 == 0o775
+    modes = {path.stat().st_mode for path in (tmp_path / "llama").iterdir()}
+    assert modes == {(tmp_path / "new").stat().st_mode}
 
 
 def test_seeds_and_splits_differ():

@@ -3,6 +3,7 @@
 from enum import StrEnum
 from pathlib import Path
 from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -34,10 +35,13 @@ def llama(
     task: Annotated[LlamaTask, typer.Option(help="Its purpose: the words that it knows.")] = LlamaTask.passkey,
 ) -> None:
     """Writes a small Llama and a tokenizer of whole words."""
+    from condense.training.sample_data import copy_files
     from condense.training.small_llama import save_small_llama
 
     quiet()
-    model = save_small_llama(folder, seed, width, layers, str(task))
+    with TemporaryDirectory() as made:
+        model = save_small_llama(Path(made), seed, width, layers, str(task))
+        copy_files(Path(made), folder)
     print(f"{folder}: a Llama of {model.num_parameters():,} parameters, {model.config.vocab_size} tokens")
 
 

@@ -47,7 +47,8 @@ class GrowCurriculum(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             logs["segments"] = self.curriculum.segments
-            self.curriculum.observe(state.global_step, logs["loss"], args.logging_steps)
+            if state.global_step % args.logging_steps == 0:  # the last line can be of fewer steps
+                self.curriculum.observe(state.global_step, logs["loss"], args.logging_steps)
 
 
 class Progress(TrainerCallback):

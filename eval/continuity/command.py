@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -26,8 +27,12 @@ def questions(
     layers: Annotated[int, typer.Option(help="Layers of the Llamas.")] = 3,
 ) -> None:
     """Questions that teach small models to count, add and answer, for the probes; and Llamas to train on them."""
+    from condense.training.sample_data import copy_files
+
     from .questions import write_questions
 
     quiet()
-    write_questions(folder, seed, questions, width, layers)
+    with TemporaryDirectory() as made:
+        write_questions(Path(made), seed, questions, width, layers)
+        copy_files(Path(made), folder)
     print(f"{folder}: {questions:,} questions each to count, add and answer, and Llamas to train on them")

@@ -69,6 +69,12 @@ def test_rows_with_several_answers(said_N, found):
     assert num_right(says, {"input_ids": labels, "labels": labels}, background=0) == (found, 2)
 
 
+def test_answers_of_early_questions_are_only_labels():
+    """In column 1: the text goes on with 4. Then 3 is background, and 7 is the answer."""
+    batch = {"input_ids": torch.tensor([[1, 4, 3, 5, 7]]), "labels": torch.tensor([[-100, 9, 3, -100, 7]])}
+    assert num_right(Says([[0, 0, 0, 0, 7]]), batch, background=1) == (1, 1)
+
+
 def greedy_accuracy(recipe_path, output) -> float:
     """The keys that the trained model's own greedy decoding gives, of the validation sequences."""
     recipe = load_recipe(recipe_path)

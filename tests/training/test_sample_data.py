@@ -10,8 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from condense.training.data.passkey import PasskeyTask
 from condense.training.data.tasks import make_examples
+from condense.training.facts_data import write_facts_llama
 from condense.training.recipe import load_recipe
 from condense.training.sample_data import ATTRIBUTES, make_documents, write_sample_data
+
+from ..commands import printed
 
 FILES = [f"{kind}/{split}" for kind in ("text", "summaries") for split in ("train", "validation")]
 
@@ -106,6 +109,27 @@ def test_other_content_is_kept(folder, tmp_path):
     with pytest.raises(ValueError, match="train.jsonl exists with different content"):
         write_sample_data(tmp_path)
     assert [path.name for path in tmp_path.rglob("*.*")] == ["train.jsonl"]
+
+
+@pytest.mark.parametrize("task", [("llama",), ("questions", "--questions", 5)])
+def test_commands_keep_a_model_that_is_there(task, tmp_path):
+    """Its folder may be that of a trained one."""
+    sample = ("sample", task[0], tmp_path, *task[1:], "--width", 8)
+    printed(*sample)
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    printed(*sample)
+    with pytest.raises(ValueError, match="exists with different content: pass another folder, or delete it"):
+        printed(*sample, "--seed", 1)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == written
+
+
+def test_others_can_read_what_was_written(tmp_path):
+    tmp_path.chmod(0o775)
+    (tmp_path / "new").touch()
+    write_facts_llama(tmp_path, width=8)
+    assert tmp_path.stat().st_mode & 0o777 == 0o775
+    modes = {path.stat().st_mode for path in (tmp_path / "llama").iterdir()}
+    assert modes == {(tmp_path / "new").stat().st_mode}
 
 
 def test_seeds_and_splits_differ():

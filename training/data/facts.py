@@ -234,6 +234,6 @@ class FactsTask(GeneratedTask):
         labelled += range(len(prompt_ids), num_tokens)
         example = Example.with_labels_at(labelled, input_ids)
         for end, piece in zip(ends, filter(None, frame.places), strict=True):
-            if piece.answer is not None:
+            if piece.answer is not None and end not in labelled:  # the background has as many labels as asked for
                 example.labels[end] = piece.answer
         return example

@@ -124,7 +124,8 @@ class PasskeyTask(GeneratedTask):
 
     def example(self, total_length: int, shortest: float, background: int, generator: np.random.Generator) -> Example:
         frame = self._frame(total_length, generator)
-        num_tokens = random_length(frame.length, shortest, total_length, generator)
+        least = min(frame.length + self._filler_for(frame, background), total_length)
+        num_tokens = random_length(least, shortest, total_length, generator)
         return self._example(self._fill(frame, num_tokens, generator, depth=None), background, generator)
 
     def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
@@ -178,6 +179,11 @@ class PasskeyTask(GeneratedTask):
         firsts = [len(self._encode(FIRST_MENTION.format(**fields))) for fields in frame.fields]
         question = FIRST_QUESTION.format(**frame.fields[frame.asked])
         return [*firsts, len(self._encode(question)) if self.num_keys > 1 else 0]
+
+    def _filler_for(self, frame: _Frame, background: int) -> int:
+        """Returns the tokens of whole fillers that a text needs for `background` labels; its first has none."""
+        lacking = background - (frame.length - len(frame.answer) - 1 - sum(self._surprises(frame)))
+        return max(0, -(-lacking // len(self.filler))) * len(self.filler)
 
     def _example(self, row: _Row, background: int, generator: np.random.Generator) -> Example:
         """Gives labels to the answer, and to `background` tokens that can be predicted."""

@@ -97,10 +97,10 @@ def _file_shards(paths: Iterable[Path]) -> Iterator[FileShard]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """Returns the files of a local source, in order. Raises `ValueError` for none, or one of an unknown kind."""
+    """Returns the files of a local source, each once, in order. Raises `ValueError` for none, or an unknown kind."""
     assert source.files is not None
     named = Path(source.files)  # also one with brackets in its name
-    found = [named] if named.is_file() else map(Path, sorted(glob.glob(source.files, recursive=True)))
+    found = [named] if named.is_file() else map(Path, sorted(set(glob.glob(source.files, recursive=True))))
     paths = [path for path in found if path.is_file()]
     if not paths:
         raise ValueError(f"files={source.files!r} names no file.")

@@ -109,17 +109,24 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
         if source.files is not None
         for path in source_files(source)
     ]
-    # Truncation and padding are settings of the tokenizer's last call, not of the tokenizer.
-    backend = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     described = {
         "format": FORMAT,
         "sources": [source.model_dump() for source in sources],
         "files": files,
         "bad_documents": data.bad_documents,
-        "tokenizer": [backend, tokenizer.bos_token_id, tokenizer.eos_token_id],
+        "tokenizer": [_rules_of(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id],
         **settings,
     }
     return data.prepared / name_of(described)
+
+
+def _rules_of(tokenizer) -> Any:
+    """Returns what decides the tokens of a text; of a tokenizer that is not a fast one, its class and vocabulary."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [type(tokenizer).__name__, tokenizer.get_vocab()]
+    # Truncation and padding are settings of the tokenizer's last call, not of the tokenizer.
+    return json.loads(backend.to_str()) | {"truncation": None, "padding": None}
 
 
 def part_name(number: int) -> str:

@@ -131,7 +131,9 @@ class DocumentTask:
             need_held_out = self._need({self.longest: self.num_held_out})
             store = self._prepare(evaluation.sources or self.data.sources, need_held_out)
             num_documents = need_held_out.prefix(store.lengths)
-            held_out = self._of(store, 0, num_documents, seed=None)
+            packs = isinstance(self.data, TextData) and self.data.fit == "pack"
+            # Packed sequences are sorted by length, and more than are asked for: a random order takes some of each.
+            held_out = self._of(store, 0, num_documents, seed=0 if packs else None)
             if not evaluation.sources:  # training begins after the held-out documents
                 first = num_documents
                 num_before = need_held_out.weight(store.lengths[:first])

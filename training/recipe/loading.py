@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,23 @@ from .errors import explain
 from .schema import Recipe
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a section has twice. An alias is a copy, so an override changes only the place it names."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        return deepcopy(node) if is_alias else node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node, found = super().compose_mapping_node(anchor), set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in found:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
+            found.add(key.value)
+        return node
+
+
 def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a YAML file, or a recipe of this package by name, and applies overrides such as `stages.0.steps=10`.
 
@@ -26,7 +44,7 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(named)
     try:
-        fields = yaml.safe_load(read_text(path)) or {}
+        fields = yaml.load(read_text(path), _Loader) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
@@ -112,12 +130,12 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """Returns YAML's value, except that 1e-4 is a number."""
+    """Returns YAML's value, except that 1e-4 is a number, unless it is quoted."""
     try:
         parsed = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"the override's value {text!r} is not YAML: {' '.join(str(error).split())}") from error
-    if isinstance(parsed, str):
+    if isinstance(parsed, str) and parsed == text.strip():
         with suppress(ValueError):
             return float(parsed)
     return parsed

@@ -1,9 +1,12 @@
 """Lengths grow when the loss says so, and batches do not depend on when they are asked for."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from condense.training.callbacks import GrowCurriculum
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.passkey import PasskeyTask
 from condense.training.recipe import Curriculum, Recipe
@@ -28,6 +31,14 @@ def test_growth():
     # The mean of the last two falls under 0.1 at the third loss; after a growth two new losses are waited for.
     assert lengths == [2, 2, 3, 3, 4, 4, 6, 6, 9, 9, 9, 9]
     assert state.milestones == [(0, 2), (32, 3), (52, 4), (72, 6), (92, 9)]
+
+
+def test_the_last_line_of_fewer_steps_is_no_loss_of_the_patience():
+    """A run that is given more steps would grow too early."""
+    state, arguments = CurriculumState(CURRICULUM), SimpleNamespace(logging_steps=10)
+    for step in (10, 15):
+        GrowCurriculum(state).on_log(arguments, SimpleNamespace(global_step=step), None, {"loss": 0.01})
+    assert state.losses == [0.01] and state.segments == 2
 
 
 def test_a_growth_takes_effect_two_steps_later():

@@ -167,6 +167,13 @@ def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
     assert [document.text for document in read(Source(files=str(tmp_path / "part[1].txt")))] == ["text"]
 
 
+def test_a_pattern_that_finds_a_file_several_times(tmp_path):
+    for name in ("", "a", "a/b"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "text.txt").write_text(name or "top")
+    assert [document.text for document in read(Source(files=f"{tmp_path}/**/**/*.txt"))] == ["a/b", "a", "top"]
+
+
 @pytest.mark.parametrize(
     ("files", "words"), [("nothing/*.txt", "names no file"), ("{}/a.pdf", r"a.pdf.*read from .txt, .jsonl, .parquet")]
 )

@@ -380,6 +380,14 @@ def test_early_questions_have_labels_and_no_answers_in_the_text(tokenizer):
     assert len(one.input_ids) == len(other.input_ids) and "Where is" in tokenizer.decode(other.input_ids[-8:])
 
 
+def test_the_background_has_its_labels_beside_early_questions(tokenizer):
+    """Also where a token is both; an early question's answer is no token of the text, unlike the other labels."""
+    task = FactsTask(tokenizer, ["one_fact"], 1, SENTENCES, early_questions=8)
+    batch = task.training_batch(100, 160, 20, np.random.default_rng(0))
+    own = batch["labels"] == batch["input_ids"]
+    assert own.sum(dim=1).tolist() == [20 + 1] * 100 and batch["labels"][~own].ne(-100).sum() > 100
+
+
 def test_distractors_are_sentences_of_the_background_at_random_places(tokenizer):
     """They name a place without a fact; answers and labels stay those of the facts, of early questions, too."""
     named = ["w1 stable v2.", "w2 tower v1 u1."]

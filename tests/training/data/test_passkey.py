@@ -261,6 +261,19 @@ def test_sequences_need_room_for_the_frame():
         made.sequence(0, 69)
 
 
+@pytest.mark.parametrize("num_keys", [1, 3])
+def test_sequences_need_room_for_the_background(num_keys):
+    """No text of a run is too short for it, or else the first one is refused."""
+    made = examples(num_keys=num_keys, shortest=0.01, background=100)
+    rows = [made.sequence(number, 400)[0] for number in range(100)]
+    assert {int((row.labels != -100).sum()) for row in rows} == {104}
+    shortest, longest = (size(len(row.input_ids) for row in rows) for size in (min, max))
+    assert shortest < 160 + 40 * num_keys and longest > 370
+    assert len(made.sequence(0, shortest)[0].input_ids) == shortest
+    with pytest.raises(ValueError, match="background=100 and the text has"):
+        made.sequence(0, shortest - 1)
+
+
 def test_several_keys_with_other_tokenizers(stories):
     """Real tokenizers give names different lengths: rows of a batch have names of the same length."""
     tokenizer = AutoTokenizer.from_pretrained(stories)

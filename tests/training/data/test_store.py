@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from transformers import ByT5Tokenizer
 
 from condense.training.data import preparation
 from condense.training.data.preparation import prepare
@@ -144,6 +145,16 @@ def test_the_folder_depends_on_what_decides_the_content(documents):
     assert len(set(folders)) == 4
     tokenizer(["w1", "w1 w2"], padding=True, truncation=True, max_length=5)  # which the tokenizer remembers
     assert folder_of(data, data.sources, tokenizer, min_tokens=2) == folders[-1]
+
+
+def test_a_tokenizer_that_is_not_fast(documents):
+    path, _ = documents
+    data, tokenizer = data_of(path), ByT5Tokenizer()
+    folder = folder_of(data, data.sources, tokenizer)
+    store = prepare(folder, data, data.sources, partial(text_encoder, tokenizer, 2), Need(lambda lengths: lengths, 1))
+    first = json.loads(path.read_text().splitlines()[0])["text"]
+    assert tokenizer.decode(store[0].input_ids, skip_special_tokens=True) == first
+    assert folder != folder_of(data, data.sources, ByT5Tokenizer(extra_ids=5))
 
 
 def test_a_stream_goes_on_where_its_preparation_was_stopped(documents, monkeypatch):

@@ -146,6 +146,18 @@ def test_rests_of_a_single_token_are_no_sequences_to_validate_with(tmp_path):
     assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 20
 
 
+def test_packed_sequences_to_validate_with_are_of_all_lengths(tmp_path):
+    """They are fewer than the held-out documents make, because rows do not fill sequences."""
+    write_texts(tmp_path / "texts.jsonl", ("a " * (10 + n * 37 % 90) for n in range(900)))
+    _, held_out = examples_of(tmp_path, word_tokenizer(["a"]), "pack", "texts.jsonl", (100, 5), held_out=100)
+    lengths = [
+        [len(row.input_ids) for number in range(count) for row in held_out.sequence(number, 100)]
+        for count in (100, held_out.num_sequences(100))
+    ]
+    assert held_out.num_sequences(100) > 120 and np.mean(lengths[0]) == pytest.approx(np.mean(lengths[1]), rel=0.1)
+    assert min(lengths[0]) < 16 and max(lengths[0]) > 96
+
+
 def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path):
     write_texts(tmp_path / "texts.jsonl", ("a b " * n for n in (500, 50, 50, 50)))
     training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "cut", "texts.jsonl", (10, 5), held_out=2)

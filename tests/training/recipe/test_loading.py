@@ -43,6 +43,29 @@ def test_a_text_stands_for_the_source(path):
     assert load_recipe(path, ["model.kind=stock"]).model.kind == "stock"
 
 
+def test_an_override_of_what_an_alias_repeats(path):
+    """An anchor is a way to write the same twice; an override names one of the places."""
+    repeated = "stages: [&stage {total_length: 64, steps: 20}, *stage]"
+    path.write_text(RECIPE.replace("stages: [{total_length: 64, steps: 20}]", repeated))
+    assert [stage.steps for stage in load_recipe(path, ["steps=50"]).stages] == [20, 30]
+    assert [stage.steps for stage in load_recipe(path, ["stages.0.steps=15"]).stages] == [15, 20]
+
+
+def test_a_key_that_is_there_twice(path):
+    path.write_text(RECIPE + "optimizer: {learning_rate: 1.0e-4}\n")
+    with pytest.raises(ValueError, match="the key optimizer is there twice in .*, line 8, column 1"):
+        load_recipe(path)
+    path.write_text(RECIPE.replace("{warmup_steps: 10}", "{<<: {warmup_steps: 5, beta1: 0.8}, warmup_steps: 10}"))
+    optimizer = load_recipe(path).optimizer
+    assert (optimizer.warmup_steps, optimizer.beta1) == (10, 0.8)  # a merge key's values may be replaced
+
+
+def test_a_quoted_number_is_a_text(path):
+    sources = "data={task: text, sources: [{hub: a/b}]}"
+    assert load_recipe(path, [sources, 'data.sources.0.name="2024"']).data.sources[0].name == "2024"
+    assert load_recipe(path, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4
+
+
 def test_the_example_for_own_documents(tmp_path):
     """As docs/training.md has it."""
     page = (Path(__file__).parents[3] / "docs" / "training.md").read_text()

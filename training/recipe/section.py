@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 class Section(BaseModel):
     """Keys and values that are checked when the recipe is loaded, and fixed after that."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 S = TypeVar("S", bound=Section)

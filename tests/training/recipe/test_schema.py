@@ -162,6 +162,7 @@ def test_stages_and_batches(recipe):
             ["model.segment_lenght=4"],
             "model.segment_lenght is not a key of model.kind=condense, which has .*length",
         ),
+        (STAGES, ["optimizer.learning_rate=inf"], "optimizer.learning_rate=inf: .*finite"),
         (STAGES, ["model.segment_length=0"], "model.segment_length=0: .*greater than or equal to 1"),
         (STAGES, ["model.source=[]"], "model.source=.*string"),
         (STAGES, ["model={kind: stock}"], "model.source is missing"),

@@ -141,15 +141,15 @@ class SpeechRateObjective(ObjectiveKind):
             raise ValueError("shuffled=true changes nothing of schedule=even: leave it out")
         return self
 
-    def prepare_model(self, model: Any, recipe: Any) -> Any:
-        if self.judge is not None:
-            size, known = model.config.vocab_size, Difficulty.load(self.judge).judge.config.vocab_size
-            if size != known:
-                raise ValueError(
-                    f"objective.judge={self.judge!r} knows {known} tokens, and the model has {size}: train a judge "
-                    "with the model's tokenizer."
-                )
-        return model
+    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+        if self.judge is None:
+            return
+        size, known = config.vocab_size, loading.load_config(CondenseForCausalLM.config_class, self.judge).vocab_size
+        if size != known:
+            raise ValueError(
+                f"objective.judge={self.judge!r} knows {known} tokens, and the model has {size}: train a judge with "
+                "the model's tokenizer."
+            )
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         if self.schedule != "even":

@@ -1,5 +1,6 @@
 """Durations by schedules against hand-worked values and token-by-token loops, and that none tells of later tokens."""
 
+import copy
 from math import pi, sin
 
 import pytest
@@ -139,6 +140,15 @@ def test_texts_of_unequal_length_have_schedules_of_their_own(model, shuffled):
     texts = [ids[:1], ids[1:, :9]]
     alone = [objective.losses(model, {"input_ids": text, "labels": text}, 24).loss.item() for text in texts]
     assert objective.losses(model, batch, 24).loss.item() == pytest.approx(sum(alone), rel=1e-6)
+
+
+def test_a_judge_with_another_vocabulary_is_refused(difficulty, model, tmp_path):
+    difficulty.save(tmp_path)
+    objective, config = SpeechRateObjective(schedule="hard_long", judge=str(tmp_path)), copy.copy(model.config)
+    objective.check_model(config, None, LENGTH)
+    config.vocab_size = 14
+    with pytest.raises(ValueError, match="knows 13 tokens, and the model has 14"):
+        objective.check_model(config, None, LENGTH)
 
 
 def test_refusals(tmp_path):

@@ -34,10 +34,11 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
         raise ValueError("control has values that are not finite: pass finite numbers.")
 
 
-def check_control_of_prompt(arguments: Mapping[str, Any]) -> None:
+def check_control_of_prompt(arguments: Mapping[str, Any], is_assistant: bool = False) -> None:
     """Raises `ValueError` for a control that is not a tensor of texts or of tokens, or ends before the prompt does.
 
-    `generate` has prepared the `arguments`: it drops a mask without padding and keeps the positions.
+    `generate` has prepared the `arguments`: it drops a mask without padding and keeps the positions. The prompt of an
+    assistant may be longer than the control, because it includes generated tokens.
     """
     control, mask, positions = (arguments.get(name) for name in ("control", "attention_mask", "position_ids"))
     if control is None:
@@ -46,11 +47,17 @@ def check_control_of_prompt(arguments: Mapping[str, Any]) -> None:
         found = f"shape {tuple(control.shape)}" if isinstance(control, torch.Tensor) else type(control).__name__
         raise ValueError(f"control is of {found}: pass a tensor [texts, components] or [texts, tokens, components].")
     columns = positions if mask is None else mask
-    if columns is not None and control.dim() == 3 and control.shape[1] < columns.shape[1]:
+    if columns is not None and control.dim() == 3 and control.shape[1] < columns.shape[1] and not is_assistant:
         raise ValueError(
             f"control has {control.shape[1]} columns and the prompt {columns.shape[1]}: pass one for each token, or "
             "one for each text. New tokens have the control of their column, or of the last one."
         )
+
+
+def drafts_with_control(model: Any, assistant: Any, assistant_tokenizer: Any) -> bool:
+    """Returns whether an assistant (None: the model itself) takes the model's control for its drafts."""
+    size = getattr((assistant or model).config, "control_size", 0)
+    return size == model.config.control_size and assistant_tokenizer is None
 
 
 def zero_control(control_size: int, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

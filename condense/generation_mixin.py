@@ -7,7 +7,7 @@ from transformers import GenerationMixin
 
 from .cache import FoldedCache
 from .checks import check_cache
-from .control import check_control_of_prompt, control_of_columns
+from .control import check_control_of_prompt, control_of_columns, drafts_with_control
 from .durations import durations_for_generation, durations_of_columns
 from .execution.static_decoding import check_static_step
 from .recording import CROP_TOKENS
@@ -77,12 +77,15 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         return inputs
 
     def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
-        """Extends transformers' method: an assistant with another model or other tokens drafts without durations."""
+        """Extends transformers' method: an assistant with another model or other tokens drafts without durations, and
+        one that does not take the control without it."""
         if model_kwargs.get("inputs_embeds") is not None:
             raise ValueError("drafts begin with token ids, which inputs_embeds do not have: leave out one of the two.")
         own = ["_is_assisted"]
         if not isinstance(assistant_model, FoldedGenerationMixin) or assistant_tokenizer is not None:
             own += ["durations", "new_token_duration"]
+        if not drafts_with_control(self, assistant_model, assistant_tokenizer):
+            own.append("control")
         model_kwargs = {name: value for name, value in model_kwargs.items() if name not in own}
         return super()._get_candidate_generator(
             model_kwargs=model_kwargs,
@@ -122,7 +125,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         implementation = generation_config.cache_implementation
         if implementation is not None:
             self._check_cache_implementation(implementation, model_kwargs)
-        check_control_of_prompt(model_kwargs)
+        check_control_of_prompt(model_kwargs, generation_config.is_assistant)
         rows_per_text = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         timed = durations_for_generation(model_kwargs, batch_size, rows_per_text, generation_config.is_assistant)
         if timed:

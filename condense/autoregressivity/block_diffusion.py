@@ -297,6 +297,13 @@ def visible_to_blocks(chunk: Chunk, block_length: int) -> torch.Tensor:
     return torch.cat([memory, block_T < block_T[:, None], block_T == block_T[:, None]], dim=1)
 
 
+def block_config(config: CondenseConfig, block_length: int | None) -> BlockDiffusionConfig:
+    """Returns the configuration that `to_block_diffusion` makes of a folded one; raises `ValueError` as it does."""
+    own = ("model_type", "architectures")
+    fields = {name: value for name, value in config.to_dict().items() if name not in own}
+    return BlockDiffusionConfig(**fields, block_length=config.segment_length if block_length is None else block_length)
+
+
 def to_block_diffusion(model: CondenseForCausalLM, block_length: int | None = None) -> BlockDiffusionForCausalLM:
     """Makes a block diffusion model from a folded Llama, sharing its weights; the mask starts as the mean embedding.
     `block_length` is the segment by default.
@@ -305,10 +312,7 @@ def to_block_diffusion(model: CondenseForCausalLM, block_length: int | None = No
     """
     if isinstance(model, BlockDiffusionForCausalLM) or not isinstance(model, CondenseForCausalLM):
         raise ValueError(f"{type(model).__name__} can't be converted: pass a CondenseForCausalLM.")
-    own = ("model_type", "architectures")
-    fields = {name: value for name, value in model.config.to_dict().items() if name not in own}
-    length = model.config.segment_length if block_length is None else block_length
-    made = BlockDiffusionForCausalLM(BlockDiffusionConfig(**fields, block_length=length))
+    made = BlockDiffusionForCausalLM(block_config(model.config, block_length))
     made.load_state_dict(model.state_dict(), strict=False, assign=True)
     if model.lm_head.weight is model.model.embed_tokens.weight:
         made.tie_weights()

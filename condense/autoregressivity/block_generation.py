@@ -21,6 +21,8 @@ REFUSED: dict[str, Any] = {
     "cache_implementation": None, "return_dict_in_generate": False, "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0, "min_new_tokens": None, "min_length": 0, "stop_strings": None, "max_time": None,
     "bad_words_ids": None, "sequence_bias": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "begin_suppress_tokens": None, "exponential_decay_length_penalty": None, "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0, "guidance_scale": 1, "token_healing": False, "watermarking_config": None,
 }  # fmt: skip
 
 
@@ -55,6 +57,11 @@ def generate_blocks(
     config, others = model._prepare_generation_config(generation_config, **options)
     order = order or ("random" if config.do_sample else "confidence")
     _check(config, others, max_denoising_steps, order, prompt_BN, streamer)
+    if attention_mask is not None and attention_mask.shape != prompt_BN.shape:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} does not fit prompts of shape "
+            f"{tuple(prompt_BN.shape)}: pass a number for each token."
+        )
     model._prepare_special_tokens(config, attention_mask is not None, device=prompt_BN.device)
     num_new = config.max_new_tokens or (config.max_length or 0) - prompt_BN.shape[1]
     if num_new < 1:
@@ -78,8 +85,8 @@ def _check(config: GenerationConfig, others: dict, steps: int | None, order: str
         value = getattr(config, name, neutral)
         if value not in (neutral, None):
             raise ValueError(f"{name}={value!r}: generation by blocks does not support it; leave it out.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"max_denoising_steps={steps}: pass at least 1.")
+    if steps is not None and (type(steps) is not int or steps < 1):
+        raise ValueError(f"max_denoising_steps={steps!r}: pass a whole number of at least 1.")
     check_choice("order", order, ORDERS)
     if streamer is not None and prompt_BN.shape[0] > 1:
         raise ValueError(f"a streamer takes one text, and the batch has {prompt_BN.shape[0]}: pass one row.")

@@ -1,6 +1,7 @@
 """Common parts of models that wrap a base model: configuration, gradient checkpointing, generation, losses by segment.
 
-A base model is a causal language model, folded or from transformers, with its decoder as `base_model` and a head.
+A base model is a folded model or a stock one of a family that condense folds: its logits are the head's product with
+the decoder's hidden states, and its positions are relative.
 
 Axes: B rows of a batch, N columns of an input (padding included), n target tokens, D hidden size, S segments.
 """
@@ -18,8 +19,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import loss
 from ..configuration import IGNORE_INDEX
+from ..families import FAMILIES
 from ..files import use_default_mode
 from ..generation_mixin import OwnCacheGenerationMixin
+from ..laboratories import DEPTH_LLAMA
 from ..shared_weights import share_weights
 from .late_cache import LateCache
 
@@ -83,9 +86,15 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
 
     @classmethod
     def around(cls, base: Any, **fields: Any) -> Any:
-        """Returns the model without weights, with the mode, configuration and generation settings of `base`."""
+        """Returns the model without weights, with the mode, configuration and generation settings of `base`.
+
+        Raises `ValueError` for a model that can't be a base.
+        """
         if isinstance(base, WrapperForCausalLM):
             raise ValueError(f"the model is already a {type(base).__name__}: pass its base.")
+        known = ("condense_llama", DEPTH_LLAMA, *FAMILIES)
+        if base.config.model_type not in known:
+            raise ValueError(f"the base is a {base.config.model_type!r}: pass a model of the types {', '.join(known)}.")
         config = cls.config_class(base=base.config.to_dict(), **fields)
         with torch.device("meta"):
             model = cls(config)

@@ -67,7 +67,7 @@ def fit_field(
     `ridge` is relative to the mean variance of a feature.
 
     Changes the block's field; `missed_share` measures the fit. Raises `ValueError` for a model that is not folded or
-    lacks an MLP field, for an `original` with different layers, and for values out of range.
+    lacks an MLP field, for an `original` with different layers or segments, and for values out of range.
     """
     block = _check_models(model, original)
     field, settings = _check_settings(block, path, gain, ridge), block.settings
@@ -96,7 +96,7 @@ def missed_share(model: CondenseForCausalLM, original: CondenseForCausalLM, ids_
     Both models read `ids_BN`, texts without padding; do not use the texts of the fit. The result is the mean square of
     H(1) - H_k, divided by the variance over tokens of the change H_k - H_0. 0 is the layers' output; 1 is only as good
     as the mean change. It is comparable across fields, solvers and paths. Raises `ValueError` for models that are not
-    folded, a model without a depth block, and an `original` with different layers.
+    folded, a model without a depth block, and an `original` with different layers or segments.
     """
     settings = _check_models(model, original).settings
     first, last = settings.position, settings.position + settings.num_replaced
@@ -170,6 +170,9 @@ def _check_models(model: CondenseForCausalLM, original: CondenseForCausalLM) -> 
             f"original: a model of {len(original.model.layers)} layers: pass the model of {expected} layers that "
             "convert_to_depth changed, a copy made before."
         )
+    length, own = original.config.segment_length, model.config.segment_length
+    if length != own:  # states are in the order of segments
+        raise ValueError(f"original: segments of {length} tokens, and the model's have {own}: load it with the same.")
     return block
 
 

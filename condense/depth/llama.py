@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from transformers.utils.generic import can_return_tuple
 
 from ..configuration import CondenseConfig
-from ..control import check_control, check_control_of_prompt, control_of_columns, zero_control
+from ..control import check_control, check_control_of_prompt, control_of_columns, drafts_with_control, zero_control
 from ..conversion import with_weights_of
 from ..families import family_of
 from ..laboratories import DEPTH_LLAMA
@@ -128,11 +128,27 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
         return evaluations_BN
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
-        check_control_of_prompt(model_kwargs)
+        check_control_of_prompt(model_kwargs, generation_config.is_assistant)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+    def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
+        """Extends transformers' method: an assistant that does not take the control drafts without it."""
+        if not drafts_with_control(self, assistant_model, assistant_tokenizer):
+            model_kwargs = {name: value for name, value in model_kwargs.items() if name != "control"}
+        return super()._get_candidate_generator(
+            model_kwargs=model_kwargs,
+            assistant_model=assistant_model,
+            assistant_tokenizer=assistant_tokenizer,
+            **options,
+        )
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, inputs_embeds=None, **kwargs):
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,  # transformers looks for this name
+            **kwargs,
+        )
         if (control := inputs.get("control")) is not None:
             read = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
             seen = 0 if past_key_values is None else int(past_key_values.get_seq_length())

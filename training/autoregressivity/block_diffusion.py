@@ -10,8 +10,9 @@ import torch
 from pydantic import Field
 
 from condense.autoregressivity import likelihood_bound, to_block_diffusion
-from condense.autoregressivity.block_diffusion import ATTENTION
+from condense.autoregressivity.block_diffusion import ATTENTION, block_config
 
+from ..recipe.data import GeneratedData, SampleData, TextData
 from ..recipe.models import check_implemented
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
 
@@ -37,7 +38,23 @@ class BlockDiffusion(ObjectiveKind):
             )
         if recipe.gradient_checkpointing:
             raise ValueError("objective.kind='block_diffusion' has no gradient checkpointing: set it to false")
+        data = recipe.data
+        if isinstance(data, TextData) and data.fit == "pack":
+            raise ValueError("objective.kind='block_diffusion' takes texts of one length: set data.fit=cut")
+        if recipe.micro_batch > 1 and not isinstance(data, TextData | SampleData):
+            raise ValueError(
+                "objective.kind='block_diffusion' takes texts of one length in a micro-batch, and those of data.task="
+                f"{data.task} differ: set micro_batch=1"
+            )
+        if isinstance(data, GeneratedData) and data.background:
+            raise ValueError(
+                f"objective.kind='block_diffusion' predicts all tokens after the first label, and data.background="
+                f"{data.background} labels single tokens: set it to 0"
+            )
         check_implemented(recipe.attention, ("auto", *ATTENTION), "objective.kind='block_diffusion'")
+
+    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+        block_config(config, self.block_length)
 
     def check_zero_3(self) -> None:
         raise ValueError("objective.kind='block_diffusion' makes its model of whole weights: use ZeRO-2")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
+from torch.nn.utils.rnn import pad_sequence
 
 from condense import CondenseForCausalLM, loading
 
@@ -140,20 +141,26 @@ class SpeechRateObjective(ObjectiveKind):
             raise ValueError("shuffled=true changes nothing of schedule=even: leave it out")
         return self
 
-    def prepare_model(self, model: Any, recipe: Any) -> Any:
-        if self.judge is not None:
-            size, known = model.config.vocab_size, Difficulty.load(self.judge).judge.config.vocab_size
-            if size != known:
-                raise ValueError(
-                    f"objective.judge={self.judge!r} knows {known} tokens, and the model has {size}: train a judge "
-                    "with the model's tokenizer."
-                )
-        return model
+    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+        if self.judge is None:
+            return
+        size, known = config.vocab_size, loading.load_config(CondenseForCausalLM.config_class, self.judge).vocab_size
+        if size != known:
+            raise ValueError(
+                f"objective.judge={self.judge!r} knows {known} tokens, and the model has {size}: train a judge with "
+                "the model's tokenizer."
+            )
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         if self.schedule != "even":
-            ids_BN = batch["input_ids"]
-            difficulty = None if self.judge is None else Difficulty.load(self.judge)
-            rate = SpeechRate(self.schedule, ids_BN.shape[1], difficulty, self.shuffled)
-            batch = batch | {"durations": rate.read(ids_BN)}
+            batch = batch | {"durations": self.durations(batch["input_ids"], batch.get("attention_mask"))}
         return next_token_losses(model, batch, num_targets)
+
+    def durations(self, ids_BN: torch.Tensor, mask_BN: torch.Tensor | None) -> torch.Tensor:
+        """Returns durations [B, N]; each text of a batch with padding, which is on the right, has its own schedule."""
+        if mask_BN is not None:
+            texts = (ids_N[None, :length] for ids_N, length in zip(ids_BN, mask_BN.sum(1).tolist(), strict=True))
+            rows = [self.durations(text, None)[0] for text in texts]
+            return pad_sequence(rows, batch_first=True, padding_value=1.0)
+        difficulty = None if self.judge is None else Difficulty.load(self.judge)
+        return SpeechRate(self.schedule, ids_BN.shape[1], difficulty, self.shuffled).read(ids_BN)

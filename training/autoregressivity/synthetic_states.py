@@ -49,9 +49,8 @@ class SyntheticStates(ObjectiveKind):
                 f"{self.states}: choose a multiple of {self.states + 1}"
             )
 
-    def prepare_model(self, model: Any, recipe: Any) -> Any:
-        self._check_segments(getattr(model.config, "segment_length", None))  # even if the recipe does not set it
-        return model
+    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+        self._check_segments(getattr(config, "segment_length", None))  # even if the recipe does not set it
 
     def check_zero_3(self) -> None:
         if self.states:

@@ -278,7 +278,11 @@ def test_refusals():
         model.set_attn_implementation("flex_attention")
     for options, message in (
         ({"num_beams": 3}, "num_beams=3: generation by blocks does not support it"),
-        ({"max_denoising_steps": 0}, "max_denoising_steps=0: pass at least 1"),
+        ({"max_denoising_steps": 0}, "max_denoising_steps=0: pass a whole number of at least 1"),
+        ({"max_denoising_steps": 1.5}, "max_denoising_steps=1.5: pass a whole number of at least 1"),
+        ({"attention_mask": ids[:, 1:]}, r"attention_mask of shape \(1, 8\) does not fit prompts of shape \(1, 9\)"),
+        ({"guidance_scale": 2.0}, "guidance_scale=2.0: generation by blocks does not support it"),
+        ({"begin_suppress_tokens": [5]}, r"begin_suppress_tokens=\[5\]: generation by blocks does not support it"),
         ({"order": "left"}, "order='left' is not known: choose one of confidence, random"),
         ({"durations": ids}, "durations: generation by blocks does not accept it"),
         ({"past_key_values": FoldedCache(model.config)}, "past_key_values: generation by blocks does not accept it"),

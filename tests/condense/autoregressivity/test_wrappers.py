@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig, GraniteForCausalLM
 
 from condense import to_stock
 from condense.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
@@ -324,6 +324,8 @@ def test_what_does_not_fit_is_refused_by_name(models):
     base = make_base("folded")
     assert "num_tokens=0" in refusal(MultiTokenForCausalLM.from_base, base, 0)
     assert "already" in refusal(MultiTokenForCausalLM.from_base, model, 2)
+    scaled = GraniteForCausalLM(GraniteConfig(vocab_size=9, hidden_size=8, num_attention_heads=1, num_hidden_layers=1))
+    assert "'granite'" in refusal(MultiTokenForCausalLM.from_base, scaled, 2)
     assert "num_experts=0" in refusal(PositionExpertsForCausalLM.from_base, base, 0)
     assert "split='thirds'" in refusal(PositionExpertsForCausalLM.from_base, base, 3, "thirds")
     assert "length=10 does not divide into 3" in refusal(PositionExpertsForCausalLM.from_base, base, 3, "interval", 10)

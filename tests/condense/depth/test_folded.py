@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from condense import FoldedCache
+from condense import FoldedCache, to_stock
 from condense.depth import set_solver
 
-from ..models import padded_batch, random_durations, random_ids
+from ..models import padded_batch, random_durations, random_ids, tiny_model
 from .models import depth_model, random_control, reference_logits
 
 EVERY = [
@@ -160,6 +160,18 @@ def test_beams_have_the_control_of_their_text():
             own = control[row : row + 1] if control.dim() == 2 else control[row, real][None]
             alone = model.generate(texts[row][None], control=own, **options)
             assert torch.equal(beams[row, 7:], alone[0, len(texts[row]) :])
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@torch.no_grad()
+def test_assistants_of_every_kind_draft(by_token):
+    """Also assistants that take no control: the model without its block, folded or stock."""
+    plain, model, ids = tiny_model(), depth_model(), random_ids(1, 7)
+    options = {"control": random_control(1, 7, 2) if by_token else random_control(1, 2), "max_new_tokens": 9}
+    expected = model.generate(ids, do_sample=False, **options)
+    for assistant in (copy.deepcopy(model), plain, to_stock(plain)):
+        assert torch.equal(model.generate(ids, assistant_model=assistant, do_sample=False, **options), expected)
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, do_sample=False, **options), expected)
 
 
 @torch.no_grad()

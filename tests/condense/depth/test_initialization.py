@@ -12,6 +12,8 @@ from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.depth import MLPField, convert_to_depth, fit_field, missed_share, to_depth_llama
 from condense.depth.initialization import LinearFit, layer_states
 
+from ..models import tiny_model
+
 pytestmark = pytest.mark.unit
 
 IDS = torch.arange(240).reshape(6, 40) * 7 % 31
@@ -172,6 +174,9 @@ def test_refusals(original):
             fit_field(model, original, IDS, gain=gain)
     with pytest.raises(ValueError, match="alpha=0: the flow stands still"):
         fit_field(converted(original, alpha=0.0), original, IDS)
+    for measure in (fit_field, missed_share):
+        with pytest.raises(ValueError, match="original: segments of 7 tokens, and the model's have"):
+            measure(model, tiny_model(num_hidden_layers=4, segment_length=7), IDS)
     wave = copy.deepcopy(original)
     wave.config.schedule = "wavefront"
     with pytest.raises(ValueError, match="a wavefront calls many layers at once: set schedule"):

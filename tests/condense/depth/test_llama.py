@@ -1,5 +1,6 @@
 """A stock Llama with a depth block: against a forward pass by hand, and against the folded hybrid."""
 
+import copy
 import subprocess
 import sys
 
@@ -118,6 +119,17 @@ def test_generate_with_a_cache_equals_without(options, first, control):
         beams = {name: value for name, value in options.items() if name != "cache_implementation"}
         assert torch.equal(cached, model.generate(ids, control=one, use_cache=False, **given, **beams))
     assert not torch.equal(cached, model.generate(ids, **given, **options))
+
+
+@torch.no_grad()
+def test_generate_from_embeddings_and_with_assistants():
+    model, ids = to_depth_llama(folded()), random_ids(1, 9)
+    options = {"control": torch.randn(1, 9, 2).double(), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
+    for assistant in (copy.deepcopy(model), to_stock(tiny_model())):
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
+    embedded = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embedded, **options), expected[:, 9:])
 
 
 def test_gradient_checkpointing_keeps_the_gradients(control):

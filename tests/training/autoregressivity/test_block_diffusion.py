@@ -68,8 +68,18 @@ def test_a_run_saves_a_model_that_writes_blocks(path):
         (["gradient_checkpointing=true"], "has no gradient checkpointing: set it to false"),
         (["attention=flex_attention"], "has no attention=flex_attention: choose one of auto, eager, sdpa"),
         (["objective.block_length=0"], "greater than or equal to 1"),
+        (["data.fit=pack", "micro_batch=1"], "takes texts of one length: set data.fit=cut"),
+        (["data={task: passkey, background: 0}"], "those of data.task=passkey differ: set micro_batch=1"),
+        (["data={task: passkey}", "micro_batch=1"], "data.background=2 labels single tokens: set it to 0"),
     ],
 )
 def test_refusals(path, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_recipe(path, overrides)
+
+
+def test_what_does_not_fit_the_model_is_refused_before_documents_are_read(path):
+    recipe = load_recipe(path, ["objective.block_length=3", f"data.prepared={path.parent}/unread"])
+    with pytest.raises(ValueError, match="block_length=3 does not divide segment_length=8: choose a divisor"):
+        train(recipe)
+    assert not (path.parent / "unread").exists()

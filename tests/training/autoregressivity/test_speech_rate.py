@@ -1,10 +1,12 @@
 """Durations by schedules against hand-worked values and token-by-token loops, and that none tells of later tokens."""
 
+import copy
 from math import pi, sin
 
 import pytest
 import torch
 
+from condense.configuration import IGNORE_INDEX
 from condense.training.autoregressivity.speech_rate import (
     LEVELS,
     Difficulty,
@@ -128,6 +130,25 @@ def test_the_objective(difficulty, model, schedule, tmp_path):
     weight = model.lm_head.weight
     pairs = [torch.autograd.grad(one.loss, weight)[0] for one in (found, expected)]
     assert torch.equal(*pairs)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_texts_of_unequal_length_have_schedules_of_their_own(model, shuffled):
+    objective, ids = SpeechRateObjective(schedule="cosine", shuffled=shuffled), ids_of(2, LENGTH)
+    mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]])
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~mask, IGNORE_INDEX), "attention_mask": mask.long()}
+    texts = [ids[:1], ids[1:, :9]]
+    alone = [objective.losses(model, {"input_ids": text, "labels": text}, 24).loss.item() for text in texts]
+    assert objective.losses(model, batch, 24).loss.item() == pytest.approx(sum(alone), rel=1e-6)
+
+
+def test_a_judge_with_another_vocabulary_is_refused(difficulty, model, tmp_path):
+    difficulty.save(tmp_path)
+    objective, config = SpeechRateObjective(schedule="hard_long", judge=str(tmp_path)), copy.copy(model.config)
+    objective.check_model(config, None, LENGTH)
+    config.vocab_size = 14
+    with pytest.raises(ValueError, match="knows 13 tokens, and the model has 14"):
+        objective.check_model(config, None, LENGTH)
 
 
 def test_refusals(tmp_path):

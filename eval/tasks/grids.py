@@ -89,7 +89,7 @@ class Grid(Evaluation[Batch]):
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """Returns `cells`, each with its `accuracy` and the bounds `low` and `high` (Wilson, 95 %)."""
         return {
-            "lengths": list(self.options.lengths),
+            "lengths": sorted(self.options.lengths),
             "longest_trained": self.longest_trained,
             "cells": count_cells(measured, lambda item, record: self._cell(item) | self._of_cell(record)),
         }

@@ -47,7 +47,7 @@ class Passkey(Grid):
 
     @staticmethod
     def label(row: float) -> str:
-        return f"{100 * row:.0f} %"
+        return f"{100 * row:.4g} %"
 
     def measure(self, item: Batch) -> Record:
         model, tokenizer, prompts = item.model.model, item.model.tokenizer, self.prompts[item.model.name]

@@ -153,8 +153,8 @@ class Answers(Evaluation[Batch]):
     def draw(cls, results: Results, path: Path) -> None:
         """Draws bars of the right answers, with their intervals."""
         cells = results["cells"]
-        with picture(path, figsize=(7, 1 + 0.45 * len(cells))) as axes:
-            names = [shown_name(cell["model"], results) for cell in cells]
+        names = [shown_name(cell["model"], results) for cell in cells]
+        with picture(path, figsize=(5 + 0.08 * max(25, *map(len, names)), 1 + 0.45 * len(cells))) as axes:
             shares, low, high = ([100 * cell[field] for cell in cells] for field in ("accuracy", "low", "high"))
             axes.barh(names, shares, height=0.6, alpha=0.85)
             axes.hlines(names, low, high, color="black")

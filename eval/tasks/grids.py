@@ -95,9 +95,14 @@ class Grid(Evaluation[Batch]):
         }
 
     @classmethod
+    def variant(cls, results: Results) -> str:
+        """Returns what is asked in another way than by default, for a row of its own in the overview."""
+        return ""
+
+    @classmethod
     def overview(cls, results: Results) -> list[Figure]:
         """Returns the figures over all cells."""
-        measure = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]"
+        measure = f"{cls.kind}{cls.variant(results)}, {lengths_of(results['lengths'])} [% correct]"
         by_model = groups_of(results["cells"], "model")
         return [figure_of(name, measure, pooled(cells), results) for (name,), cells in by_model.items()]
 

@@ -69,6 +69,13 @@ class Passkey(Grid):
         return {"chat": record["chat"]}
 
     @classmethod
+    def variant(cls, results: Results) -> str:
+        numbers = {name: results.get(name, usual) for name, usual in paper.PASSKEY_SETTINGS.items()}
+        return (
+            "" if numbers == paper.PASSKEY_SETTINGS else " of {num_keys} keys of {num_digits} digits".format(**numbers)
+        )
+
+    @classmethod
     def tables(cls, results: Results) -> list[Table]:
         """Returns a table by length, over all depths: a column of accuracies and one of state bytes per model.
 

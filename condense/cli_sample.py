@@ -3,18 +3,19 @@
 from enum import StrEnum
 from pathlib import Path
 from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from condense.command import App
-from condense.eval.command import quiet
+from condense.eval.command import quiet, writable
 from condense.extras import check_installed
 from condense.laboratories import SAMPLES
 
 samples = App(help="Writes small models with random weights, and texts, to try recipes on.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(help="Folder to write.")]
+Folder = Annotated[Path, typer.Argument(help="Folder to write.", callback=writable)]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 Width = Annotated[int, typer.Option(help="Hidden size of the Llama.")]
 Layers = Annotated[int, typer.Option(help="Layers of the Llama.")]
@@ -34,10 +35,13 @@ def llama(
     task: Annotated[LlamaTask, typer.Option(help="Its purpose: the words that it knows.")] = LlamaTask.passkey,
 ) -> None:
     """Writes a small Llama and a tokenizer of whole words."""
+    from condense.training.sample_data import copy_files
     from condense.training.small_llama import save_small_llama
 
     quiet()
-    model = save_small_llama(folder, seed, width, layers, str(task))
+    with TemporaryDirectory() as temporary:
+        model = save_small_llama(Path(temporary), seed, width, layers, str(task))
+        copy_files(Path(temporary), folder)
     print(f"{folder}: a Llama of {model.num_parameters():,} parameters, {model.config.vocab_size} tokens")
 
 

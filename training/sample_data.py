@@ -130,9 +130,14 @@ def write_sample_data(folder: Path, seed: int = 0) -> None:
 
 
 def copy_files(made: Path, folder: Path) -> None:
-    """Copies all files to a folder. Raises `ValueError` first if a file exists there with different content."""
-    for path in made.rglob("*.*"):
-        existing = folder / path.relative_to(made)
-        if existing.exists() and existing.read_bytes() != path.read_bytes():
-            raise ValueError(f"{existing} exists with different content: pass another folder, or delete it.")
-    shutil.copytree(made, folder, dirs_exist_ok=True)
+    """Copies all files to a folder, with the default mode of new files there.
+
+    Raises `ValueError` first if a file exists there with different content.
+    """
+    copies = {path: folder / path.relative_to(made) for path in made.rglob("*.*")}
+    for path, copy in copies.items():
+        if copy.exists() and copy.read_bytes() != path.read_bytes():
+            raise ValueError(f"{copy} exists with different content: pass another folder, or delete it.")
+    for path, copy in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)

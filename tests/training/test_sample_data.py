@@ -13,6 +13,9 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.sample_data import ATTRIBUTES, make_documents, write_sample_data
 
+from ..commands import printed
+from ..refusals import assert_refused
+
 FILES = [f"{kind}/{split}" for kind in ("text", "summaries") for split in ("train", "validation")]
 
 
@@ -106,6 +109,24 @@ def test_other_content_is_kept(folder, tmp_path):
     with pytest.raises(ValueError, match="train.jsonl exists with different content"):
         write_sample_data(tmp_path)
     assert [path.name for path in tmp_path.rglob("*.*")] == ["train.jsonl"]
+
+
+def test_a_llama_by_itself_replaces_nothing(tmp_path):
+    """The same one may be written again; a folder stays as open to others as it was."""
+    folder = tmp_path / "llama"
+    folder.mkdir(mode=0o755)
+    for _ in range(2):
+        assert "102,208 parameters" in printed("sample", "llama", folder)
+    probe = tmp_path / "probe"
+    probe.touch()
+    assert {path.stat().st_mode for path in folder.iterdir()} == {probe.stat().st_mode}
+    assert folder.stat().st_mode & 0o777 == 0o755
+    weights = (folder / "model.safetensors").read_bytes()
+    assert_refused(
+        "exists with different content: pass another folder", printed, "sample", "llama", folder, "--seed", 1
+    )
+    assert_refused("can't be a folder: .*probe is a file", printed, "sample", "llama", probe)
+    assert (folder / "model.safetensors").read_bytes() == weights and not probe.read_bytes()
 
 
 def test_seeds_and_splits_differ():

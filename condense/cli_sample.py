@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from condense.command import App
-from condense.eval.command import quiet
+from condense.eval.command import quiet, writable
 from condense.extras import check_installed
 from condense.laboratories import SAMPLES
 
 samples = App(help="Writes small models with random weights, and texts, to try recipes on.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(help="Folder to write.")]
+Folder = Annotated[Path, typer.Argument(help="Folder to write.", callback=writable)]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.")]
 Width = Annotated[int, typer.Option(help="Hidden size of the Llama.")]
 Layers = Annotated[int, typer.Option(help="Layers of the Llama.")]

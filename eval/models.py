@@ -125,7 +125,8 @@ def split_name(named: str) -> tuple[str, str]:
     """Splits `NAME=SOURCE`, or SOURCE, named after its last part. An existing path is always a source."""
     name, equals, source = named.partition("=")
     if not equals or not name or "/" in name or Path(named).exists():
-        return Path(named).name, named
+        own = Path(named).name
+        return Path(named).resolve().name if own in ("", "..") else own, named
     return name, source
 
 

@@ -26,6 +26,7 @@ from condense.files import check_not_linked
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 DPI = 150  # in pictures
 COLORS = 256  # in a PNG
+SMALLEST = 4.0  # points of the font of a long title
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets read a cell that begins with one of these as a formula
 
 
@@ -165,6 +166,7 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
             text.set_parse_math(False)
         figure.get_layout_engine().execute(figure)  # once for both files
         figure.set_layout_engine("none")  # not the one from the user's settings
+        _fit_width(figure)
         path.parent.mkdir(parents=True, exist_ok=True)
         check_not_linked(path.with_suffix(".png"), path.with_suffix(".svg"))
         _save_png(figure, path.with_suffix(".png"))
@@ -172,6 +174,22 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     finally:
         plt.close(figure)
+
+
+def _fit_width(figure: Any) -> None:
+    """Makes titles and legends smaller that would leave the figure or meet the next title, because of long names."""
+    width, titled = figure.bbox.width, [axes for axes in figure.axes if axes.get_title()]
+    parts = [([text], text, width) for text in (figure._suptitle, figure._supxlabel) if text is not None]
+    parts += [(legend.get_texts(), legend, width) for legend in figure.legends]
+    for axes in titled:
+        (left, _), (right, top) = axes.bbox.get_points()
+        row = [other.bbox for other in titled if other is not axes and abs(other.bbox.y1 - top) < 1]
+        to_others = [abs(left + right - other.x0 - other.x1) / 2 for other in row]
+        parts.append(([axes.title], axes.title, min(left + right, 2 * width - left - right, *to_others)))
+    for texts, whole, room in parts:
+        while whole.get_window_extent().width > room and texts[0].get_fontsize() > SMALLEST:
+            for text in texts:
+                text.set_fontsize(0.95 * text.get_fontsize())
 
 
 def remove_picture(path: Path) -> None:

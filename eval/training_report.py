@@ -115,18 +115,23 @@ def _finite(value: Any) -> Any:
 
 
 def _draw_losses(runs: Sequence[Run], path: Path) -> None:
-    with picture(path, columns=2, figsize=(10, 3.2)) as (left, right):
-        for run in runs:
-            _plot(left, run["lines"], "loss", run["name"])
-            if all("segments" in line for line in run["lines"]):
-                steps = [line["step"] for line in run["lines"]]
-                right.step(steps, [line["segments"] for line in run["lines"]], label=run["name"], where="post")
-            else:
-                _plot(right, run["lines"], "learning_rate", run["name"])
-        set_log_scale(left, "y")
-        grows = any("segments" in run["lines"][0] for run in runs)
-        _finish(left, "training loss")
-        _finish(right, "length of the text [segments]" if grows else "learning rate")
+    """Draws losses beside the lengths of curricula's texts and the learning rates of other runs."""
+    growing = [run for run in runs if all("segments" in line for line in run["lines"])]
+    others = [run for run in runs if run not in growing]
+    every = [
+        ("loss", "training loss", runs),
+        ("learning_rate", "learning rate", others),
+        ("segments", "length of the text [segments]", growing),
+    ]
+    drawn = [one for one in every if one[2]]
+    with picture(path, columns=len(drawn), figsize=(5 * len(drawn), 3.2)) as panels:
+        for axes, (name, title, shown) in zip(panels, drawn, strict=True):
+            style: dict[str, Any] = {"drawstyle": "steps-post"} if name == "segments" else {}
+            for number, run in enumerate(runs):
+                if run in shown:
+                    _plot(axes, run["lines"], name, run["name"], color=f"C{number}", **style)
+            _finish(axes, title)
+        set_log_scale(panels[0], "y")
 
 
 def _draw_validation(runs: Sequence[Run], path: Path) -> None:

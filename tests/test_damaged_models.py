@@ -562,6 +562,8 @@ def test_a_path_with_an_equals_sign(models, tmp_path, monkeypatch):
     assert split_name("seed=1") == ("seed=1", "seed=1")
     assert split_name("one=seed=1") == ("one", "seed=1")
     assert split_name("runs=runs/lr=3e-4") == ("runs", "runs/lr=3e-4")  # although there is a folder runs
+    monkeypatch.chdir("runs/lr=3e-4")
+    assert (split_name("."), split_name("../..")) == (("lr=3e-4", "."), (tmp_path.name, "../.."))
     assert split_name("a/b=c") == ("b=c", "a/b=c")  # nothing there: said of the path as it was written
 
 

@@ -58,13 +58,16 @@ def _lines(modules: Sequence[dict[str, Any]]) -> list[list[Any]]:
         if not mine:
             continue
         sums = [sum(module[name] for module in mine) for name in ("parameters", "kept")]
-        peaks = [max((module[name] or 0 for module in mine), default=0) for name in ("forward_peak", "backward_peak")]
+        peaks = [
+            max((module[name] for module in mine if module[name] is not None), default=None)
+            for name in ("forward_peak", "backward_peak")
+        ]
         lines.append([role, len(mine), *map(_mib, (*sums, *peaks))])
     return lines
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.2f}"
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.2f}"
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

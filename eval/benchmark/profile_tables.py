@@ -80,13 +80,12 @@ def _paper_table(results: dict[str, Any]) -> list[Table]:
     The paper trained with an optimizer, whose states are equally large on both sides. It does not say whether its
     figures include them.
     """
-    if not any(point.get("parameters") == TABLE_1_PARAMETERS for point in results["points"]):
-        return []
-    rows = []
+    shapes = {point.get("model") for point in results["points"] if point.get("parameters") == TABLE_1_PARAMETERS}
+    points, rows = [point for point in results["points"] if point.get("model") in shapes], []
     for ratio in RATIOS:
         flash = "with" if ratio.attention == "sdpa" else "without"
         name = "memory" if ratio.figure == "peak_bytes" else "time"
-        for segment, found in _by_segment(results, ratio).items():
+        for segment, found in _by_segment(points, ratio).items():
             here = [found.get(optimizer, "-") for optimizer in (False, True)]
             rows.append([f"{ratio.length:,}", ratio.batch, flash, name, segment, f"{ratio.paper:.2f}x", *here])
     columns = ["tokens", "batch", "FlashAttention", "stock / folded", "segment", "the paper"]
@@ -94,10 +93,10 @@ def _paper_table(results: dict[str, Any]) -> list[Table]:
     return some_table("the paper's ratios for training (126 M parameters, one H100)", columns, rows)
 
 
-def _by_segment(results: dict[str, Any], ratio: Ratio) -> dict[int, dict[bool, str]]:
+def _by_segment(points: list[dict[str, Any]], ratio: Ratio) -> dict[int, dict[bool, str]]:
     """Returns our ratios, by segment length and by whether the step has an optimizer."""
     found: dict[int, dict[bool, str]] = {}
-    here = [point for point in results["points"] if _is_of(point, ratio)]
+    here = [point for point in points if _is_of(point, ratio)]
     for folded, stock in product(here, here):
         is_pair = (folded["kind"], stock["kind"]) == ("folded", "stock")
         if is_pair and all(folded.get(name) == stock.get(name) for name in ("model", *SHARED)):

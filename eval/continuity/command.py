@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..command import command, name_argument, quiet, run_experiments
+from ..command import command, name_argument, quiet, run_experiments, writable
 from .options import ProbeOptions
 
 NAMES = "counting, events, sums, space, boolean, translation, scaling, density, memory"
@@ -20,7 +20,7 @@ probe = command(
 
 
 def questions(
-    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.", callback=writable)],
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
     questions: Annotated[int, typer.Option(help="Questions of each kind.")] = 100_000,
     width: Annotated[int, typer.Option(help="Hidden size of the Llamas.")] = 128,

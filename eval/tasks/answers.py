@@ -26,7 +26,7 @@ from ..overview import Figure
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from .evaluation import Evaluation, answer, figure_of, in_percent, kibibytes, left_out_table, shown_name
+from .evaluation import Evaluation, answer, data_of, figure_of, in_percent, kibibytes, left_out_table, shown_name
 from .grids import pooled
 from .options import AnswersOptions
 
@@ -135,7 +135,7 @@ class Answers(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        measure = f"answers to {_files(results)} [% right]"
+        measure = f"answers to {data_of(results)} [% right]"
         return [figure_of(cell["model"], measure, cell, results) for cell in results["cells"]]
 
     @classmethod
@@ -146,25 +146,21 @@ class Answers(Evaluation[Batch]):
         for cell in results["cells"]:
             numbers = f"{cell['total']:,}", f"{cell['longest_prompt']:,}", kibibytes([cell])
             rows.append([shown_name(cell["model"], results), *in_percent(cell), *numbers])
-        title = f"answers to {_files(results)}; right is what {SAID_OF[results['match']]} the expected answer"
+        title = f"answers to {data_of(results)}; right is what {SAID_OF[results['match']]} the expected answer"
         return [Table(title, columns, rows), *left_out_table("left out", "prompts", results)]
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
         """Draws bars of the right answers, with their intervals."""
         cells = results["cells"]
-        with picture(path, figsize=(7, 1 + 0.45 * len(cells))) as axes:
-            names = [shown_name(cell["model"], results) for cell in cells]
+        names = [shown_name(cell["model"], results) for cell in cells]
+        with picture(path, figsize=(5 + 0.08 * max(25, *map(len, names)), 1 + 0.45 * len(cells))) as axes:
             shares, low, high = ([100 * cell[field] for cell in cells] for field in ("accuracy", "low", "high"))
             axes.barh(names, shares, height=0.6, alpha=0.85)
             axes.hlines(names, low, high, color="black")
             axes.invert_yaxis()
             axes.set(xlim=(0, 100), xlabel=f"% right of {cells[0]['total']:,} prompts; lines: 95 % interval")
             axes.spines[["top", "right"]].set_visible(False)
-
-
-def _files(results: Results) -> str:
-    return ", ".join(Path(name).name for name in results["data"])
 
 
 def is_right(answer: str, expected: Sequence[str], match: str) -> bool:

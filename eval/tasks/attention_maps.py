@@ -180,6 +180,13 @@ def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
             raise ValueError(f"{model.name} has no {what} {wrong[0]}: it has {count}, counted from 0.")
     if not segments or min(segments) < 1:
         raise ValueError(f"segments {list(segments)}: segment 0 is the first and has no memory; choose from 1 on.")
+    window, layer_types = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
+    num_tokens = (max(segments) + 1) * (model.segment_length or options.segment_length)
+    if window is not None and "sliding_attention" in (layer_types or ["sliding_attention"]) and window < num_tokens:
+        raise ValueError(
+            f"{model.name} has sliding_window={window}, and segment {max(segments)} ends at {num_tokens:,} tokens: "
+            "maps are of attention to all earlier text. Choose earlier or shorter segments."
+        )
 
 
 def draw_maps(results: Results, path: Path) -> None:

@@ -6,6 +6,7 @@ Axes: B rows, N columns of the prompts.
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -87,6 +88,11 @@ def naming_length(length: int, model: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"--lengths {length}, in tokens of {model}: {error}") from error
+
+
+def data_of(results: Results) -> str:
+    """Returns the names of the files that were read."""
+    return ", ".join(Path(name).name for name in results["data"])
 
 
 def in_percent(share: dict[str, Any]) -> tuple[str, str]:

@@ -109,6 +109,11 @@ class Facts(Grid):
         }
 
     @classmethod
+    def variant(cls, results: Results) -> str:
+        kinds = [kind for kind in KINDS if kind in results["kinds"]]
+        return "" if kinds == list(KINDS) else f" ({', '.join(map(cls.label, kinds))})"
+
+    @classmethod
     def tables(cls, results: Results) -> list[Table]:
         """Returns each model's accuracy by kind and length, over all kinds, and the bytes of the state, beside the
         accuracy of `guess`. Adds the share of texts whose facts are tracked, unless `guess` is always right or the

@@ -89,15 +89,20 @@ class Grid(Evaluation[Batch]):
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
         """Returns `cells`, each with its `accuracy` and the bounds `low` and `high` (Wilson, 95 %)."""
         return {
-            "lengths": list(self.options.lengths),
+            "lengths": sorted(self.options.lengths),
             "longest_trained": self.longest_trained,
             "cells": count_cells(measured, lambda item, record: self._cell(item) | self._of_cell(record)),
         }
 
     @classmethod
+    def variant(cls, results: Results) -> str:
+        """Returns what is asked in another way than by default, for a row of its own in the overview."""
+        return ""
+
+    @classmethod
     def overview(cls, results: Results) -> list[Figure]:
         """Returns the figures over all cells."""
-        measure = f"{cls.kind}, {lengths_of(results['lengths'])} [% correct]"
+        measure = f"{cls.kind}{cls.variant(results)}, {lengths_of(results['lengths'])} [% correct]"
         by_model = groups_of(results["cells"], "model")
         return [figure_of(name, measure, pooled(cells), results) for (name,), cells in by_model.items()]
 

@@ -47,7 +47,7 @@ class Passkey(Grid):
 
     @staticmethod
     def label(row: float) -> str:
-        return f"{100 * row:.0f} %"
+        return f"{100 * row:.4g} %"
 
     def measure(self, item: Batch) -> Record:
         model, tokenizer, prompts = item.model.model, item.model.tokenizer, self.prompts[item.model.name]
@@ -67,6 +67,13 @@ class Passkey(Grid):
 
     def _of_cell(self, record: Record) -> dict[str, Any]:
         return {"chat": record["chat"]}
+
+    @classmethod
+    def variant(cls, results: Results) -> str:
+        numbers = {name: results.get(name, usual) for name, usual in paper.PASSKEY_SETTINGS.items()}
+        return (
+            "" if numbers == paper.PASSKEY_SETTINGS else " of {num_keys} keys of {num_digits} digits".format(**numbers)
+        )
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:

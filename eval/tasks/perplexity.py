@@ -30,7 +30,7 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
-from .evaluation import Evaluation
+from .evaluation import Evaluation, data_of
 from .options import CURVES, PerplexityOptions
 from .windows import Window, by_position, paired, plan_windows, read_texts, window_losses
 
@@ -168,7 +168,7 @@ class Perplexity(Evaluation[Batch]):
                 before = f"{point['segments_before']} segments of {length} tokens"
                 figures = (point[field] for field in ("loss", "low", "high"))
                 remark = remark_of(f"{curve['model']}, {LABELS[curve['curve']]}", results)
-                measure = f"loss with {before} before [nats per own token]"
+                measure = f"loss on {data_of(results)} with {before} before [nats per own token]"
                 found.append(Figure(curve["model"], measure, *figures, digits=4, remark=remark))
         return found
 

@@ -276,7 +276,8 @@ def _segments_table(results: Results, model: str, form: str) -> Table:
         for length, pairs in product(results["lengths"], results["pairs"])
     ]
     columns = [f"{nearest} to {farthest}" if nearest < farthest else str(nearest) for nearest, farthest in ranges]
-    title = f"{model}, {form}: % correct (95 % interval) by segments from the pair to the answer, 0: in the same one"
+    what = "% correct (95 % interval) by segments from the pair to the answer, 0: in the same one"
+    title = f"{shown_name(model, results)}, {form}: {what}"
     return Table(title, ["tokens", "pairs", *columns], rows)
 
 

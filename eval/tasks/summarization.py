@@ -84,8 +84,9 @@ class Summarization(Evaluation[Batch]):
         ]
 
     def num_tokens(self, item: Batch) -> int | None:
-        if item.model.segment_length is not None or max_positions(item.model.config) is None:
-            return None
+        known, segment_length = max_positions(item.model.config), item.model.segment_length
+        if known is None or (segment_length is not None and 2 * segment_length <= known):
+            return None  # without a look at the prompts
         chat = item.model.name in self.options.chat
         prompts = (prompt_of(item.model.tokenizer, document.text, chat) for document in item.documents)
         return max(map(len, prompts)) + self.options.new_tokens

@@ -14,6 +14,10 @@ from condense.eval.report import write_report
 from condense.eval.results import run_metadata, write_csv
 from condense.eval.runner import run
 from condense.eval.tasks import evaluate
+from condense.eval.tasks.facts import Facts
+from condense.eval.tasks.passkey import Passkey
+from condense.eval.tasks.perplexity import Perplexity
+from condense.training.data.fact_kinds import KINDS
 
 from ..refusals import assert_refused
 from .rivals import rival_tokenizer, save_rival
@@ -111,6 +115,25 @@ def test_models_and_tasks_stand_first(measured):
     assert rows["rival"]["choice, acc (lm-eval)"] == "0.250, standard error 0.125"
     assert rows["rival"]["group, f1 (lm-eval)"] == "0.500" and "one_of_it, f1 (lm-eval)" not in by_task
     assert rows["rival"]["niah, 4096 (lm-eval)"] == "0.750" and "niah, 8192 (lm-eval)" not in by_task
+
+
+def test_different_tasks_are_not_compared():
+    """Other keys, kinds or data than by default are named, so their figures have rows of their own."""
+    cell = {"model": "m", "correct": 1, "total": 2}
+    results = {"models": [{"name": "m", "memory_source": None}], "lengths": [64], "kinds": list(KINDS), "cells": [cell]}
+    results["curves"] = [{"model": "m", "curve": "full_attention", "segment_length": 8, "points": [
+        {"segments_before": 3, "loss": 1.5, "low": 1.0, "high": 2.0}
+    ]}]  # fmt: skip
+    tasks = {
+        "passkey, 64 tokens [% correct]": (Passkey, {}),
+        "passkey of 4 keys of 7 digits, 64 tokens [% correct]": (Passkey, {"num_keys": 4, "num_digits": 7}),
+        "facts, 64 tokens [% correct]": (Facts, {}),
+        "facts (one fact), 64 tokens [% correct]": (Facts, {"kinds": ["one_fact"]}),
+        "loss on a.txt, b.txt with 3 segments of 8 tokens before [nats per own token]":
+            (Perplexity, {"data": ["texts/a.txt", "b.txt"]}),
+    }  # fmt: skip
+    for measure, (task, given) in tasks.items():
+        assert [figure.measure for figure in task.overview(results | given)] == [measure]
 
 
 def test_what_is_not_in_it_is_named(measured):

@@ -53,14 +53,15 @@ def test_lengths_past_the_positions_are_marked_everywhere(folders, tmp_path):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_every_kind_of_measurement_marks_them(folders, tmp_path, capsys):
-    llama, folded = str(folders / "llama"), str(folders / "folded")
+    llama, folded, wide = (str(folders / name) for name in ("llama", "folded", "wide"))
     (tmp_path / "text.txt").write_text(f"{TEXT} " * 30)
     data = write_lines(tmp_path / "data.jsonl", made_documents(2))
     given = {
         "facts": {"models": [llama], "lengths": [128], "kinds": ["one_fact"], "num_prompts": 1},
-        "recall": {"models": [llama], "lengths": [128], "pairs": [1], "num_prompts": 1},
+        "recall": {"models": [llama, wide], "lengths": [128], "pairs": [1], "num_prompts": 1},
         "summarization": {
-            "models": [llama], "data": str(data), "text_field": "source", "summary_field": "target", "new_tokens": 99,
+            "models": [llama, wide], "data": str(data), "text_field": "source", "summary_field": "target",
+            "new_tokens": 99,
         },
         "perplexity": {"models": [llama, folded], "data": [str(tmp_path / "text.txt")], "segment_length": 20},
         "attention": {"models": [llama], "text": str(tmp_path / "text.txt"), "segments": [6], "segment_length": 16},
@@ -69,6 +70,9 @@ def test_every_kind_of_measurement_marks_them(folders, tmp_path, capsys):
         results = evaluate(kind, tmp_path, **options)
         tables = "\n".join(map(str, find_task(kind).tables(results)))
         assert "past its 100 positions" in tables and "note: llama" in capsys.readouterr().err, kind
+        if wide in options["models"]:
+            assert results["positions_exceeded"] == {"llama": 100, "wide": 100}, kind
+            assert "wide" not in tables.replace("wide (past its 100 positions)", ""), kind
     # A folded model's own curves are within its positions; the curve of its weights as a stock model is not.
     assert results["kind"] == "attention"
     perplexity = json.loads((tmp_path / "perplexity.json").read_text())

@@ -59,6 +59,19 @@ def test_each_result_has_its_own_pictures(tmp_path):
     assert [section.count("data:image/png;base64,") for section in sections] == [1, 2]
 
 
+def test_a_page_sorts_signed_and_tiny_numbers_by_their_value(folder):
+    (number,) = re.findall(r"match\(/(.+?)/\)", write_report(folder).read_text())
+    cells = {
+        "+0.0588": 0.0588,
+        "-0.0030": -0.003,
+        "1.2e-05 [1e-05, 2e-05]": 1.2e-5,
+        "75.0": 75,
+        "4.47x": 4.47,
+        "1024+": 1024,
+    }
+    assert {cell: float(re.match(number, cell)[0]) for cell in cells} == cells
+
+
 def test_an_empty_folder_is_named(tmp_path):
     assert_refused(r"holds no passkey.json, .*log.jsonl", write_report, tmp_path)
 

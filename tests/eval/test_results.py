@@ -8,6 +8,7 @@ from PIL import Image
 
 from condense.eval.results import DPI, picture, set_log_scale, write_csv, write_results
 from condense.eval.results_store import open_results_store
+from condense.eval.tasks.answers import Answers
 
 FORMULAS = ('=HYPERLINK("http://x")', "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1")
 
@@ -73,3 +74,26 @@ def test_a_palette_looks_like_all_colors(tmp_path, monkeypatch):
     assert saved.mode == "P" and (tmp_path / "plot.png").stat().st_size < reference.stat().st_size
     found, expected = (np.asarray(image.convert("RGB"), float) for image in (saved, Image.open(reference)))
     assert found.shape == expected.shape and np.abs(found - expected).mean() < 2
+
+
+def test_long_names_stay_within_a_picture(tmp_path):
+    """Titles leave neither the figure nor their columns, and a legend not the figure; short ones keep their size."""
+    name = "Llama-3.2-1B-Instruct, folded with segments of 512 tokens and trained on passkeys"
+    with picture(tmp_path / "grid", columns=2, figsize=(5, 2)) as panels:
+        for panel, title in zip(panels, (name, "short"), strict=True):
+            panel.set_title(title, fontsize=10)
+            panel.figure.colorbar(panel.imshow(np.eye(2), label=name), ax=panel)
+        for label in (name[:45], name[-45:]):
+            panel.plot([0, 1], [0, 1], label=label)
+        legend = panel.figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    long, short = (panel.title.get_window_extent() for panel in panels)
+    assert 0 <= long.x0 < long.x1 <= short.x0 and panel.title.get_fontsize() == 10
+    found = legend.get_window_extent()
+    assert 0 <= found.x0 < found.x1 <= legend.figure.bbox.width
+
+
+def test_a_picture_has_room_for_the_names_at_its_bars(tmp_path, recwarn):
+    share = {"accuracy": 0.5, "low": 0.2, "high": 0.8, "total": 9}
+    cells = [{"model": "short", **share}, {"model": "long " * 20, **share}]
+    Answers.draw({"cells": cells}, tmp_path / "answers")
+    assert not [str(one.message) for one in recwarn if "constrained_layout" in str(one.message)]

@@ -67,6 +67,17 @@ def test_everything_that_was_logged_is_drawn(tmp_path, drawn):
         assert f"<td>{cell}" in page, cell
 
 
+def test_learning_rates_and_lengths_have_axes_of_their_own(tmp_path, drawn):
+    growing = [
+        {"step": step, "loss": 2.0, "learning_rate": 1e-4, "segments": segments} for step, segments in ((1, 2), (9, 4))
+    ]
+    write_log(tmp_path / "gpu", GPU)
+    write_log(tmp_path / "grown", growing)
+    write_report(tmp_path)
+    assert list(drawn["training loss"]) == ["gpu", "grown"] and drawn["learning rate"] == {"gpu": [[1, 1e-3]]}
+    assert drawn["length of the text [segments]"] == {"grown": [[1, 2], [9, 4]]}
+
+
 def test_the_same_numbers_are_beside_the_page(tmp_path):
     write_log(tmp_path / "cpu", CPU)
     write_report(tmp_path)

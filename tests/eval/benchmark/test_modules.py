@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from condense.eval.benchmark.module_tables import tables
 from condense.eval.benchmark.modules import modules
 from condense.eval.benchmark.options import ProfileOptions
 from condense.eval.report import write_report
@@ -70,6 +71,9 @@ def test_the_head_with_its_loss(points, llama):
     assert heads["stock"][0]["kept"] == FLOAT32 * TOKENS * vocabulary
     kept = FLOAT32 * 64 * ((TOKENS - 1) + vocabulary - 64)
     assert kept <= heads["folded"][0]["kept"] < kept + 1024  # and numbers
+    assert heads["folded"][0]["backward_peak"] is None  # all of it has been done in the forward pass
+    *_, by_module = tables({"points": [points["folded", False]]})
+    assert [row[-1] for row in by_module.rows if row[2] == "head"] == ["-"]
 
 
 def test_files(output):

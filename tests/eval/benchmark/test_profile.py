@@ -106,7 +106,7 @@ SECONDS = {"seconds": 1.0, "seconds_low": 1.0, "seconds_high": 1.0}
     ("sizes", "ratios"), [({None: (2, 9)}, ["4.50x", "-"]), ({False: (2, 9), True: (4, 10)}, ["4.50x", "2.50x"])]
 )
 def test_ratios_beside_the_papers(sizes, ratios):
-    """By the optimizer, which earlier results do not name."""
+    """By the optimizer, which earlier results do not name; without the figures of other shapes."""
     shared = {"mode": "training", "length": 8192, "batch": 1, "attention": "eager", "checkpointing": False}
     shared |= {"out_of_memory": False, "parameters": TABLE_1_PARAMETERS, "before_bytes": 0, "memory_is": "peak"}
     points = [
@@ -115,7 +115,8 @@ def test_ratios_beside_the_papers(sizes, ratios):
         for optimizer, both in sizes.items()
         for kind, segment, size in (("folded", 256, both[0]), ("stock", None, both[1]))
     ]
-    *_, paper = tables({"points": points})
+    others = [{**point, "model": "other", "parameters": 7, "peak_bytes": 1} for point in points]
+    *_, paper = tables({"points": points + others})
     assert paper.rows == [["8,192", 1, "without", "memory", 256, "4.33x", *ratios]]
 
 

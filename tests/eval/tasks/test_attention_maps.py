@@ -9,7 +9,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from condense import CondenseForCausalLM, reference, to_stock
 from condense.eval.models import EvaluatedModel, load_evaluated
@@ -253,6 +260,21 @@ def test_models_of_another_kind_are_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match="gpt is a 'gpt2': maps can be made for folded models and llama, mistral"):
         record_of(model, random_ids(1, 99)[0], "gpt", segment_length=8)
+
+
+def test_a_window_that_hides_earlier_text_is_refused():
+    """The masses are of attention to all text before a query."""
+    shape = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model, ids = MistralForCausalLM(MistralConfig(**shape, sliding_window=20)), random_ids(1, 99)[0]
+    options = {"segment_length": LENGTH, "layers": [0]}
+    assert len(record_of(model, ids, segments=[3], **options)["masses"]) == 2
+    words = r"tiny has sliding_window=20, and segment 4 ends at 25 tokens: .* Choose earlier or shorter segments"
+    assert_refused(words, record_of, model, ids, segments=[1, 4], **options)
+    for kind, use in ((Qwen2Config, False), (Qwen3Config, True)):  # without a window, and with one in no layer
+        config = kind(**shape, use_sliding_window=use, sliding_window=20, max_window_layers=2)
+        model = AutoModelForCausalLM.from_config(config)
+        assert len(record_of(model, ids, segments=[4], **options)["masses"]) == 2
 
 
 def test_on_a_real_model(stories, novel):

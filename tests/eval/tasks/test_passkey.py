@@ -200,6 +200,18 @@ def test_a_picture_says_which_lengths_were_trained(lengths, texts, lines):
     assert len(axes.lines) == lines
 
 
+def test_lengths_are_shown_in_their_order(oracle):
+    """A picture's curves and its border of trained lengths go from shorter to longer ones."""
+    task = Passkey(PasskeyOptions(models=[], lengths=[300, 100, 200], depths=[0.5], num_prompts=1), [oracle])
+    results = task.summarise(measure(task))
+    assert results["lengths"] == [100, 200, 300] and [cell["length"] for cell in results["cells"]] == [300, 100, 200]
+
+
+def test_a_picture_tells_depths_apart():
+    shown = {0.0: "0 %", 0.07: "7 %", 0.12: "12 %", 0.125: "12.5 %", 1 / 3: "33.33 %", 1.0: "100 %"}
+    assert {depth: Passkey.label(depth) for depth in shown} == shown
+
+
 def test_a_picture_by_length_pools_the_depths_and_shows_the_state():
     from matplotlib.figure import Figure
 

@@ -96,6 +96,16 @@ class RMSNorm(LlamaRMSNorm):
         return sum_RTD, self(sum_RTD)
 
 
+def norm_of_sum(
+    norm: nn.Module, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sum of two tensors, and its norm, by a module that may stand in place of the norm, as an adapter."""
+    if hasattr(type(norm), "after_sum"):
+        return norm.after_sum(hidden_RTD, residual_RTD)  # type: ignore[operator]
+    sum_RTD = hidden_RTD + residual_RTD
+    return sum_RTD, norm(sum_RTD)
+
+
 def rms_norm(hidden_xD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) -> torch.Tensor:
     if takes_norm_kernel(hidden_xD, weight_D):
         return fused_rms_norm(hidden_xD, weight_D, epsilon)
@@ -271,12 +281,11 @@ class CondenseDecoderLayer(nn.Module):
         from_input = metadata.writes_memory and self.memory_share.takes_input and not any(metadata.detach_R)
         normed_RTD = self.input_layernorm(input_RTD)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
-        residual_RTD, normed_RTD = self.post_attention_layernorm.after_sum(attention_RTD, input_RTD)
-        added_RTD = self.mlp(normed_RTD)
+        residual_RTD, normed_RTD = norm_of_sum(self.post_attention_layernorm, attention_RTD, input_RTD)
         if metadata.writes_memory and self.memory_share.takes_output and not any(metadata.detach_R):
-            output_RTD, normed_RTD = self.input_layernorm.after_sum(added_RTD, residual_RTD)
+            output_RTD, normed_RTD = norm_of_sum(self.input_layernorm, self.mlp(normed_RTD), residual_RTD)
             return output_RTD, self.self_attn.project_memory(normed_RTD, metadata)
-        output_RTD = residual_RTD + added_RTD
+        output_RTD = residual_RTD + self.mlp(normed_RTD)
         if from_input or not metadata.writes_memory:
             return output_RTD, memory
         source_RTD = detach_rows(self.memory_share(input_RTD, output_RTD), metadata.detach_R)

@@ -88,7 +88,7 @@ METHODS = {  # of PEFT, with settings that suit so small a model
     "BOFTConfig": {"target_modules": LINEAR},
     "FourierFTConfig": {"n_frequency": 10, "target_modules": LINEAR},
     "IA3Config": {"feedforward_modules": ["down_proj"], "target_modules": LINEAR},
-    "LNTuningConfig": {"target_modules": ["input_layernorm"]},
+    "LNTuningConfig": {"target_modules": ["input_layernorm", "post_attention_layernorm"]},
     "LoHaConfig": {"target_modules": LINEAR},
     "LoKrConfig": {"target_modules": LINEAR},
     "OFTConfig": {"target_modules": LINEAR},

@@ -74,7 +74,7 @@ class Optimizer(Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, gt=0, lt=1)
     eps: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True)  # infinite: no clipping
 
     @model_validator(mode="after")
     def _falling(self):

@@ -22,6 +22,7 @@ from .configuration import IGNORE_INDEX
 from .loss_gradient import head_gradients
 from .segmentation import Chunk, UnpaddedBatch, on_device
 from .shared_weights import for_recomputation
+from .transforms import is_in_torch_func
 
 MAX_LOGITS = 2**26  # at a time: 256 MiB in float32
 BLOCK_TOKENS = 4096  # norm and loss wait for so many, and process them in parts of MAX_LOGITS
@@ -149,7 +150,7 @@ def recomputed(token_losses: TokenLosses, head: Callable) -> TokenLosses:
 
     torch.func does not support checkpoints: within it, logits are kept.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_in_torch_func():
         return token_losses
     module = head if isinstance(head, nn.Module) else None
     weights: dict[str, torch.Tensor] = {} if module is None else dict(module.named_parameters())

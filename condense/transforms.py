@@ -7,11 +7,11 @@ from torch.autograd import forward_ad
 def is_transformed() -> bool:
     """Returns whether torch.compile, torch.func or forward derivatives are active. A computation must then consist of
     operations that torch knows."""
-    return (
-        torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return torch.compiler.is_compiling() or forward_ad._current_level >= 0 or is_in_torch_func()
+
+
+def is_in_torch_func() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -10,6 +10,7 @@ Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimens
 import torch
 from transformers.utils import is_flash_attn_2_available
 
+from ..transforms import is_in_torch_func
 from .blocked import blocked_attention
 from .eager import eager_attention
 from .flash import flash_attention
@@ -45,7 +46,8 @@ def choose_attention(query_RHTE, key_RGKE, mask: AttentionMask, dropout: float) 
         half = query_RHTE.dtype in (torch.bfloat16, torch.float16)
         masked = query_RHTE.shape[2] > 1 and not (mask.lower_right and mask.log_duration_RK is None)
         return "flash_attention_2" if masked and half and is_flash_attn_2_available() else "sdpa"
-    if query_RHTE.device.type != "cpu" or query_RHTE.dtype != torch.bfloat16 or dropout or not CPU_MULTIPLIES_BFLOAT16:
+    is_fast = query_RHTE.device.type == "cpu" and query_RHTE.dtype == torch.bfloat16 and CPU_MULTIPLIES_BFLOAT16
+    if not is_fast or dropout or is_in_torch_func():
         return "sdpa"
     _, num_heads, num_queries, head_width = query_RHTE.shape
     num_key_heads, num_keys = key_RGKE.shape[1:3]

@@ -35,6 +35,7 @@ from ..layers import (
 from ..linear import Linear
 from ..products import stacked_products
 from ..shared_weights import summed_products, sums_of
+from ..transforms import is_in_torch_func
 from .stacked_parameters import StackedParameter, stacked_parameters
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
@@ -106,6 +107,8 @@ def is_stackable(layers: nn.ModuleList) -> bool:
 
 def check_stackable(layers: nn.ModuleList) -> None:
     """Raises `ValueError` if calling the layers together might differ from calling each on its own; changes nothing."""
+    if is_in_torch_func():
+        raise ValueError(f"torch.func can't transform the stacked weights of a wavefront: {REMEDY}.")
     if _current_stack(layers) is None:
         _check_alike(layers)
 

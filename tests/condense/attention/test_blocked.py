@@ -143,6 +143,19 @@ def test_auto_chooses_on_cpu(query, dropout, multiplies_bfloat16, expected, monk
     assert choose_attention(query.expand(9, -1, -1, -1), KEYS, AttentionMask(CHUNKS["memory"]), dropout) == expected
 
 
+def test_auto_takes_sdpa_within_torch_func(monkeypatch):
+    monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
+    choices = []
+
+    def choose(query):
+        choices.append(choose_attention(query, KEYS, AttentionMask(CHUNKS["memory"]), 0.0))
+        return query
+
+    choose(QUERY.bfloat16())
+    torch.func.vmap(choose)(QUERY.bfloat16()[None])
+    assert choices == ["blocked", "sdpa"]
+
+
 def test_auto_takes_sdpa_for_large_score_matrices(monkeypatch):
     monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", True)
     query = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 8, 1024, 64)

@@ -117,3 +117,20 @@ def test_layers_that_share_parameters_run_sequentially():
     assert choose_schedule(model.config, model.model.layers, lengths, positions) == "sequential"
     model.config.schedule = "wavefront"
     assert_refused("share parameters", model, random_ids(1, 60))
+
+
+def test_within_torch_func_auto_runs_sequentially_and_a_wave_is_refused():
+    model, ids = tiny_model(attn_implementation="eager"), random_ids(1, 60)
+    embeddings = model.model.embed_tokens(ids).detach()
+
+    def last_logits(inputs):
+        return model(inputs_embeds=inputs, use_cache=False).logits[0, -1]
+
+    expected = torch.autograd.functional.jacobian(last_logits, embeddings)
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        torch.testing.assert_close(jacobian(last_logits)(embeddings), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        torch.func.vmap(last_logits)(embeddings[None])[0], last_logits(embeddings), atol=1e-10, rtol=1e-10
+    )
+    model.config.schedule = "wavefront"
+    assert_refused("torch.func", torch.func.jacrev(last_logits), embeddings)

@@ -48,9 +48,9 @@ class ChunkEmbedder:
             return self.batch.gather(self.inputs, chunk)
         while self._embedded:
             embedded, hidden_RTD = self._embedded.popleft()
-            if embedded == chunk:
+            if embedded.starts == chunk.starts:  # no other chunk of a call begins there
                 return hidden_RTD
-        while self._upcoming[0] != chunk:
+        while self._upcoming[0].starts != chunk.starts:
             self._upcoming.popleft()
         self._embed_next()
         return self._embedded.popleft()[1]

@@ -80,7 +80,8 @@ def find_documents(given: Mapping[str, Any]) -> PackedDocuments | None:
     shape = (tokens.shape[0], tokens.shape[1])
     others = [given.get(name) for name in BY_TOKEN if name != "position_ids"] + [attention_mask]
     fits = all(tensor is None or tuple(tensor.shape[:2]) == shape for tensor in others)
-    fits = fits and tuple(position_ids.shape) in (shape, (1, shape[1]))
+    # Not `in` a tuple of shapes: compiled code would not find a symbolic shape there (torch 2.13).
+    fits = fits and any(tuple(position_ids.shape) == one for one in (shape, (1, shape[1])))
     if not fits or (attention_mask is not None and attention_mask.dim() != 2):
         return None
     positions_BN, real_BN = position_ids.cpu().expand(shape), real_tokens(attention_mask, shape[1])

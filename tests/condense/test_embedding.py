@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from .models import VOCAB, tiny_model
+from condense.embedding import ChunkEmbedder
+from condense.segmentation import SegmentPositions, UnpaddedBatch
+
+from .models import VOCAB, random_ids, tiny_model
 
 pytestmark = pytest.mark.unit
 
@@ -24,3 +27,21 @@ def test_ranks_of_zero_3_use_the_weight_equally_often():
     assert (uses(model, [12, 12]), uses(model, [12, 4])) == (1, 2)  # equal rows share a use
     model.model.embed_tokens.weight.ds_id = 0
     assert uses(model, [12, 12]) == uses(model, [12, 4]) == 3
+
+
+def test_compiled_code_embeds_texts_of_other_sizes():
+    """At the second size the compiler treats sizes, and with them the chunks' counts, as symbols."""
+    embedding = torch.nn.Embedding(VOCAB, 4)
+
+    def embedded(ids):
+        lengths = [ids.shape[1]] * len(ids)
+        chunks = [SegmentPositions(len(ids), 5).chunks(lengths) for _ in range(2)]
+        embed = ChunkEmbedder(embedding, ids, UnpaddedBatch(*ids.shape, None), chunks[0])
+        return torch.cat([embed(chunk) for chunk in chunks[1]], dim=1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(embedded, backend="eager")
+    for shape in ((1, 13), (2, 7), (3, 16)):
+        ids = random_ids(*shape)
+        assert torch.equal(compiled(ids), embedding(ids))
+    torch._dynamo.reset()

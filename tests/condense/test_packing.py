@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, LlamaForCausalLM
 
+from condense.packing import find_documents
+
 from ..refusals import assert_refused
 from .models import gradients_of, random_durations, random_ids, tiny_model
 
@@ -182,3 +184,18 @@ def test_a_mask_that_numbers_documents_is_refused():
     expected = model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]])).logits
     for dtype in (torch.bool, torch.float32, torch.int32):
         assert torch.equal(model(ids, attention_mask=torch.tensor([[0, 1, 1, 1]], dtype=dtype)).logits, expected)
+
+
+def test_compiled_code_finds_the_documents_after_texts_of_other_sizes():
+    """Their sizes are symbols to the compiler, those of the first positions are numbers."""
+
+    def found(ids, position_ids):
+        given = {"input_ids": ids, "inputs_embeds": None, "position_ids": position_ids, "attention_mask": None}
+        return find_documents(given) is not None, ids + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(found, backend="eager")
+    for shape in ((1, 27), (2, 13), (3, 4)):
+        assert compiled(random_ids(*shape), None)[0] is False
+    assert compiled(random_ids(2, 43), positions(LENGTHS))[0] is True
+    torch._dynamo.reset()

@@ -89,7 +89,7 @@ class RMSNorm(LlamaRMSNorm):
 
     def after_sum(self, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the sum of two tensors, and its norm."""
-        plain = has_hooks(self) or "forward" in self.__dict__
+        plain = has_hooks(self) or "forward" in self.__dict__ or type(self).forward is not RMSNorm.forward
         if not plain and takes_norm_kernel(hidden_RTD, self.weight):
             return add_rms_norm(hidden_RTD, residual_RTD, used(self.weight), self.variance_epsilon)
         sum_RTD = hidden_RTD + residual_RTD
@@ -99,7 +99,7 @@ class RMSNorm(LlamaRMSNorm):
 def norm_of_sum(
     norm: nn.Module, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum of two tensors, and its norm, by a module that may stand in place of the norm, as an adapter."""
+    """Returns the sum of two tensors, and its norm. `norm` may be another module in its place, such as an adapter."""
     if hasattr(type(norm), "after_sum"):
         return norm.after_sum(hidden_RTD, residual_RTD)  # type: ignore[operator]
     sum_RTD = hidden_RTD + residual_RTD
@@ -205,7 +205,7 @@ class CondenseAttention(nn.Module):
     def _attend(
         self, query_RHTE, key_RGTE, value_RGTE, key_values: KeyValueState | None, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """`key_RGTE` are not rotated yet."""
+        """`key_RGTE` is not rotated yet. If a kernel can rotate it beside the memory, the rotary tables go along."""
         own: tuple[torch.Tensor, ...] = query_RHTE, key_RGTE, value_RGTE, *metadata.rotary
         if not (isinstance(key_values, Memory) and takes_extension_kernel(key_values, *own[1:])):
             own = query_RHTE, rotate(key_RGTE, metadata.rotary), value_RGTE
@@ -214,6 +214,7 @@ class CondenseAttention(nn.Module):
             _, mask, row_key_values = groups[0]
             return self._attend_rows(own, mask, row_key_values, metadata.chunk)
         sizes = [num_rows for num_rows, _, _ in groups]
+        # Tables have a row for each row here: the first segment's positions are others.
         parts = zip(*(tensor.split(sizes) for tensor in own), strict=True)
         return torch.cat(
             [
@@ -282,7 +283,8 @@ class CondenseDecoderLayer(nn.Module):
         normed_RTD = self.input_layernorm(input_RTD)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
         residual_RTD, normed_RTD = norm_of_sum(self.post_attention_layernorm, attention_RTD, input_RTD)
-        if metadata.writes_memory and self.memory_share.takes_output and not any(metadata.detach_R):
+        from_output = self.memory_share.takes_output and not has_hooks(self.memory_share)
+        if metadata.writes_memory and from_output and not any(metadata.detach_R):
             output_RTD, normed_RTD = norm_of_sum(self.input_layernorm, self.mlp(normed_RTD), residual_RTD)
             return output_RTD, self.self_attn.project_memory(normed_RTD, metadata)
         output_RTD = residual_RTD + self.mlp(normed_RTD)

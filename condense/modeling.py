@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.generic import can_return_tuple
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
@@ -61,7 +60,6 @@ class CondenseModel(CondensePreTrainedModel):
         number = self.config.num_hidden_layers
         return self.layers if number == len(self.layers) else self.layers[:number]
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -73,6 +71,7 @@ class CondenseModel(CondensePreTrainedModel):
         control: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         _prepared: tuple[Call, OutputAccumulator, PreTrainedModel] | None = None,
         **unused: Any,
     ) -> Any:
@@ -84,14 +83,15 @@ class CondenseModel(CondensePreTrainedModel):
         if _prepared is not None:
             call, accumulated, root = _prepared
             self.run(call, accumulated, root)
-            return tuple(accumulated.tensors())  # FSDP gathers the weights again when their gradients come
+            return accumulated.tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         if (documents := find_documents(given | unused)) is not None:
-            return documents.pack_output(self.forward(**documents.unpack_arguments(given | unused), return_dict=True))
+            output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
+            return output if return_dict is not False else output.to_tuple()
         check_unused(unused, position_ids, past_key_values)
         call = Call.from_arguments(self, given)
         previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
@@ -102,7 +102,7 @@ class CondenseModel(CondensePreTrainedModel):
         output = CondenseModelOutput(last_BND, call.cache, layer_outputs.hidden_states(previous_BD))
         output.function_evaluations = call.token_inputs.evaluations.collect()
         call.end()
-        return output
+        return output if return_dict is not False else output.to_tuple()
 
     def run(self, call: Call, accumulated: OutputAccumulator, root: PreTrainedModel) -> None:
         """Runs the call chunk by chunk. The chunks' outputs are added to `accumulated`, in order.
@@ -208,7 +208,6 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -223,6 +222,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         logits_to_keep: int | None = None,
         output_hidden_states: bool | None = None,
         num_items_in_batch: int | torch.Tensor | None = None,
+        return_dict: bool | None = None,
         **unused: Any,
     ) -> CondenseOutput:
         """Reads N further tokens of each row.
@@ -266,9 +266,11 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
         if (documents := find_documents(given | more | unused)) is not None:
-            return self._forward_documents(documents, given, more | unused)
-        check_unused(unused, position_ids, past_key_values)
-        return self._forward_texts(given, labels, logits_to_keep, num_items_in_batch)
+            output = self._forward_documents(documents, given, more | unused)
+        else:
+            check_unused(unused, position_ids, past_key_values)
+            output = self._forward_texts(given, labels, logits_to_keep, num_items_in_batch)
+        return output if return_dict is not False else output.to_tuple()
 
     def _forward_texts(
         self,
@@ -317,9 +319,9 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         """Returns the output of several documents in a row, each read as a separate text."""
         unpacked = documents.unpack_arguments(given | more)
         if more["labels"] is not None:
-            return documents.pack_output(self.forward(**unpacked, return_dict=True))
+            return documents.pack_output(self.forward(**unpacked))
         # The head sees no padding between documents.
-        read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}, return_dict=True))
+        read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
         output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
         output.function_evaluations = read.function_evaluations
         return output

@@ -26,7 +26,7 @@ from condense.files import check_not_linked
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 DPI = 150  # in pictures
 COLORS = 256  # in a PNG
-SMALLEST = 4.0  # points of the font of a long title
+MIN_FONT_SIZE = 4.0  # of a long title, in points
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets read a cell that begins with one of these as a formula
 
 
@@ -187,7 +187,7 @@ def _fit_width(figure: Any) -> None:
         to_others = [abs(left + right - other.x0 - other.x1) / 2 for other in row]
         parts.append(([axes.title], axes.title, min(left + right, 2 * width - left - right, *to_others)))
     for texts, whole, room in parts:
-        while whole.get_window_extent().width > room and texts[0].get_fontsize() > SMALLEST:
+        while whole.get_window_extent().width > room and texts[0].get_fontsize() > MIN_FONT_SIZE:
             for text in texts:
                 text.set_fontsize(0.95 * text.get_fontsize())
 

@@ -15,7 +15,7 @@ def num_right(model: Any, batch: dict[str, torch.Tensor], background: int) -> tu
 
     An answer is right if each of its tokens is the likeliest one after the tokens before it, as in greedy decoding. The
     labels of a row are `background` tokens of its text, then its answers, with unlabelled tokens in between. Labels
-    that are not the row's own tokens, as of early questions, don't count.
+    that differ from the row's own tokens, as of early questions, don't count.
     """
     labels_BN = batch["labels"].where(batch["labels"] == batch["input_ids"], IGNORE_INDEX)
     starts = [int(labels_N.ne(IGNORE_INDEX).nonzero()[background]) for labels_N in labels_BN]

@@ -78,7 +78,7 @@ class Progress(TrainerCallback):
 
 
 class Log(TrainerCallback):
-    """Appends every logged line to `log.jsonl`; the last step is logged too, whatever `log_every` is."""
+    """Appends every logged line to `log.jsonl`; so is the last step of a whole run, whatever `log_every` is."""
 
     def __init__(self, path: Path):
         self.path = path

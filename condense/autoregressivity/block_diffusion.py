@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.utils.generic import can_return_tuple
 
 from ..attention import AttentionMask
 from ..configuration import IGNORE_INDEX, CondenseConfig
@@ -169,7 +168,6 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
             )
         return requested_attention
 
-    @can_return_tuple
     def forward(
         self, input_ids=None, masked: torch.Tensor | None = None, targets: torch.Tensor | None = None, **arguments: Any
     ) -> CondenseOutput:
@@ -181,9 +179,10 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         Raises `ValueError` for a mask at a block's first token, and for arguments of the clean stream only.
         """
         if masked is None:
-            return super().forward(input_ids, **arguments, return_dict=True)
+            return super().forward(input_ids, **arguments)
         mask = arguments.pop("attention_mask", None)
-        given = [name for name, value in arguments.items() if value is not None and name != "use_cache"]
+        harmless = ("use_cache", "return_dict")
+        given = [name for name, value in arguments.items() if value is not None and name not in harmless]
         if given or (mask is not None and not bool(mask.all())):
             raise ValueError(
                 f"{', '.join(given) or 'padding'}: the noisy stream only accepts masked and input_ids of one length."

@@ -49,7 +49,6 @@ class LateCache(Cache):
             attention_mask=attention_mask,
             past_key_values=self.caches[number],
             use_cache=True,
-            return_dict=True,
         )
         self.caches[number], self.num_read[number] = output.past_key_values, self.get_seq_length()
         unneeded = min(self.num_read) - self.num_dropped

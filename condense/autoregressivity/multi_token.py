@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.utils.generic import can_return_tuple
 
 from ..configuration import IGNORE_INDEX
 from .late_cache import LateCache
@@ -74,7 +73,6 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
     def all_heads(self) -> list[Any]:
         return [self.base.get_output_embeddings(), *self.heads]
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor,
@@ -86,6 +84,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
         future_logits: bool = False,
         supervised: Supervised = "all_heads",
         num_items_in_batch: int | torch.Tensor | None = None,
+        return_dict: bool | None = None,
         **unused: Any,
     ) -> MultiTokenOutput:
         """Reads input_ids [B, N]; attention_mask [B, N] is 0 at padding, on either side.
@@ -107,10 +106,9 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
         if cache is not None:
             if future_logits:
                 raise ValueError("future_logits=True: a call with a cache gives the logits of one token. Leave it out.")
-            return MultiTokenOutput(logits=self._next_logits(input_ids, attention_mask, cache), past_key_values=cache)
-        read = self.base.base_model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, return_dict=True
-        )
+            output = MultiTokenOutput(logits=self._next_logits(input_ids, attention_mask, cache), past_key_values=cache)
+            return output if return_dict is not False else output.to_tuple()
+        read = self.base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden_BND = read.last_hidden_state
         if labels is None:
             hidden_BND = hidden_BND[:, -logits_to_keep:]
@@ -124,7 +122,7 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
             for head, targets_BN in zip(self.all_heads, targets_BNk.unbind(dim=2), strict=True):
                 sums.add(head, hidden_BND, targets_BN)
             output = MultiTokenOutput(**sums.output(num_items_in_batch))
-        return output
+        return output if return_dict is not False else output.to_tuple()
 
     def _next_logits(self, input_ids, attention_mask, cache: LateCache) -> torch.Tensor:
         """Returns the logits [B, 1, V] of the token after `input_ids`."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.utils.generic import can_return_tuple
 
 from ..choices import check_choice
 from ..configuration import IGNORE_INDEX
@@ -78,7 +77,6 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
             return positions % number
         return (positions * number // self.config.length).clamp(max=number - 1)
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor,
@@ -88,6 +86,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: int | torch.Tensor | None = None,
+        return_dict: bool | None = None,
         **unused: Any,
     ) -> WrapperOutput:
         """Reads input_ids [B, N]; attention_mask [B, N] is 0 at padding, on either side.
@@ -102,7 +101,8 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
         """
         cache = self.prepare_call(past_key_values, use_cache, labels, unused)
         if cache is not None:
-            return WrapperOutput(logits=self._next_logits(input_ids, attention_mask, cache), past_key_values=cache)
+            output = WrapperOutput(logits=self._next_logits(input_ids, attention_mask, cache), past_key_values=cache)
+            return output if return_dict is not False else output.to_tuple()
         num_columns = input_ids.shape[1]
         positions_BN = positions_of(input_ids, attention_mask)
         owners_BN = self.owners_of(positions_BN).masked_fill(~real_tokens(input_ids, attention_mask), -1)
@@ -117,9 +117,7 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
             # gradients must have the same ones.
             end = int(own_BN.any(dim=0).nonzero().max()) + 1 if own_BN.any() else 1
             mask = None if attention_mask is None else attention_mask[:, :end]
-            read = expert.base_model(
-                input_ids=input_ids[:, :end], attention_mask=mask, use_cache=False, return_dict=True
-            )
+            read = expert.base_model(input_ids=input_ids[:, :end], attention_mask=mask, use_cache=False)
             hidden_BND, head = read.last_hidden_state, expert.get_output_embeddings()
             if targets_BN is not None:
                 sums.add(head, hidden_BND, targets_BN.masked_fill(~own_BN, IGNORE_INDEX))
@@ -129,8 +127,10 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
                     logits_BNV = logits_nV.new_zeros(*input_ids.shape, self.config.vocab_size)
                 logits_BNV[own_BN] = logits_nV
         if logits_BNV is None:
-            return sums.output(num_items_in_batch)
-        return WrapperOutput(logits=logits_BNV[:, -(logits_to_keep or num_columns) :])
+            output = sums.output(num_items_in_batch)
+        else:
+            output = WrapperOutput(logits=logits_BNV[:, -(logits_to_keep or num_columns) :])
+        return output if return_dict is not False else output.to_tuple()
 
     def _next_logits(self, input_ids, attention_mask, cache: LateCache) -> torch.Tensor:
         """Returns the logits [B, 1, V] of the token after `input_ids`."""

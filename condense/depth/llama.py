@@ -13,7 +13,6 @@ from torch import nn
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
-from transformers.utils.generic import can_return_tuple
 
 from ..configuration import CondenseConfig
 from ..control import check_control, check_control_of_prompt, control_of_columns, drafts_with_control, zero_control
@@ -89,7 +88,6 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
     def depth_block(self) -> StockDepthBlock:
         return next(layer for layer in self.model.layers if isinstance(layer, StockDepthBlock))
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
@@ -101,6 +99,7 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
         control: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
         **kwargs: Any,
     ) -> DepthLlamaOutput:
         """Runs like the stock Llama. control [B, C] or [B, N, C]: the control of each text, or of each token of this
@@ -117,7 +116,8 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
         )  # fmt: skip
         assert inputs is not None  # checked by the stock Llama
         evaluations = self._function_evaluations(inputs.shape[:2], attention_mask)
-        return DepthLlamaOutput(**output, function_evaluations=evaluations)
+        output = DepthLlamaOutput(**output, function_evaluations=evaluations)
+        return output if return_dict is not False else output.to_tuple()
 
     def _function_evaluations(self, shape: torch.Size, attention_mask: torch.Tensor | None) -> torch.Tensor:
         counted = torch.as_tensor(self.depth_block.function_evaluations, device=self.lm_head.weight.device)

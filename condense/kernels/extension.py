@@ -21,11 +21,13 @@ def takes_extension_kernel(
     cos_R1TE: torch.Tensor,
     sin_R1TE: torch.Tensor,
 ) -> bool:
-    kind = key_RGTE.dtype, key_RGTE.device
+    def kind(tensor: torch.Tensor) -> tuple:
+        return tensor.dtype, tensor.device, *tensor.shape[1::2]  # heads and their dimension
+
     others = *memory, value_RGTE
-    return takes_rotary_kernel(key_RGTE, (cos_R1TE, sin_R1TE)) and all(
-        (one.dtype, one.device) == kind and uses_kernels(one) for one in others
-    )
+    alike = all(kind(one) == kind(key_RGTE) and uses_kernels(one) for one in others)
+    shapes = memory[0].shape == memory[1].shape and key_RGTE.shape == value_RGTE.shape
+    return alike and shapes and takes_rotary_kernel(key_RGTE, (cos_R1TE, sin_R1TE))
 
 
 def extend_rotated(
@@ -41,6 +43,7 @@ def extend_rotated(
     """
     if memory is None:
         return rotate(key_RGTE, (cos_R1TE, sin_R1TE)), value_RGTE
+    assert len(memory[0]) == len(key_RGTE)
     return _Extension.apply(*memory, key_RGTE, value_RGTE, cos_R1TE, sin_R1TE)
 
 

@@ -28,7 +28,7 @@ def add_rms_norm(
     if alike and takes_norm_kernel(hidden_xD, weight) and uses_kernels(residual_xD):
         return _AddNorm.apply(hidden_xD, residual_xD, weight, epsilon)
     sum_xD = hidden_xD + residual_xD
-    return sum_xD, plain_rms_norm(sum_xD, weight, epsilon)
+    return sum_xD, rms_norm(sum_xD, weight, epsilon)  # under autocast the two differ in dtype
 
 
 def plain_rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

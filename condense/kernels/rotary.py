@@ -64,7 +64,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def gradient_of_rotated(gradient_RHTE: torch.Tensor, tables: RotaryTables, by_token: bool) -> torch.Tensor:
-    """Returns the gradient of what a kernel has rotated; `by_token` tells whether that had tokens before heads."""
+    """Returns the gradient of a tensor before its rotation; `by_token`: its memory has tokens before heads."""
     return _Rotation.apply(gradient_RHTE, *tables, True, by_token)
 
 

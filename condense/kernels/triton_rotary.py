@@ -206,7 +206,7 @@ def _extend(
         head = (tl.program_id(1) * HEADS + number).to(tl.int64)
         from_memory, from_own = is_memory & (head < heads), is_own & (head < heads)
         written = from_memory | from_own
-        # Loads of the part that a token is not from are masked: they read nothing.
+        # A place is in the memory or in the chunk; loads from the other one are masked.
         first = tl.load(key + head * key_head, mask=from_own, other=0.0).to(tl.float32)
         second = tl.load(key + head * key_head + HALF, mask=from_own, other=0.0).to(tl.float32)
         rotated_first = first * first_cos + second * first_sin

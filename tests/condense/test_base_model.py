@@ -73,22 +73,6 @@ def test_generate_returns_hidden_states():
     torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["causal", "base"])
-def test_tuples_if_the_configuration_asks_for_them(kind):
-    """As stock models, also for several documents in a row, where a call calls itself."""
-    causal, ids = tiny_model().eval(), random_ids(2, 23)
-    model = causal if kind == "causal" else causal.model
-    documents = torch.cat([torch.arange(10), torch.arange(13)]).expand(2, -1)
-    for given in ({}, {"position_ids": documents}, {"labels": ids} if kind == "causal" else {"use_cache": False}):
-        model.config.return_dict = True
-        expected = model(ids, **given)
-        model.config.return_dict = False
-        found = model(ids, **given)
-        assert type(found) is tuple and torch.equal(found[0], expected[0])
-        assert len(found) == len(expected.to_tuple())
-        assert torch.equal(model(ids, return_dict=True, **given)[0], expected[0])
-
-
 def test_auto_model_is_the_base_of_the_checkpoint(tmp_path):
     model, ids = tiny_model(torch.float32).eval(), random_ids(2, 23)
     model.save_pretrained(tmp_path / "causal")

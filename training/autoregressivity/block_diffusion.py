@@ -41,7 +41,10 @@ class BlockDiffusion(ObjectiveKind):
         data = recipe.data
         if isinstance(data, TextData) and data.fit == "pack":
             raise ValueError("objective.kind='block_diffusion' takes texts of one length: set data.fit=cut")
-        if recipe.micro_batch > 1 and not isinstance(data, TextData | SampleData):
+        may_be_alike = isinstance(data, TextData | SampleData) or (
+            isinstance(data, GeneratedData) and data.shortest == 1
+        )
+        if recipe.micro_batch > 1 and not may_be_alike:
             raise ValueError(
                 "objective.kind='block_diffusion' takes texts of one length in a micro-batch, and those of data.task="
                 f"{data.task} differ: set micro_batch=1"

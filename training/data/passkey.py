@@ -181,7 +181,7 @@ class PasskeyTask(GeneratedTask):
         return [*firsts, len(self._encode(question)) if self.num_keys > 1 else 0]
 
     def _filler_for(self, frame: _Frame, background: int) -> int:
-        """Returns the tokens of whole fillers that a text needs for `background` labels; its first has none."""
+        """Returns the tokens of whole fillers that `background` labels need; a text's first token has no label."""
         lacking = background - (frame.length - len(frame.answer) - 1 - sum(self._surprises(frame)))
         return max(0, -(-lacking // len(self.filler))) * len(self.filler)
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,10 +122,16 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
 
 
 def _rules_of(tokenizer) -> Any:
-    """Returns what decides the tokens of a text; of a tokenizer that is not a fast one, its class and vocabulary."""
+    """Returns what decides the tokens of a text; of a tokenizer that is not fast: its class, files and options."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return [type(tokenizer).__name__, tokenizer.get_vocab()]
+        with TemporaryDirectory() as folder:
+            files = tokenizer.save_vocabulary(folder)
+            contents = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]
+        options = {
+            name: value for name, value in tokenizer.init_kwargs.items() if isinstance(value, bool | int | float)
+        }
+        return [type(tokenizer).__name__, tokenizer.get_vocab(), contents, options]
     # Truncation and padding are settings of the tokenizer's last call, not of the tokenizer.
     return json.loads(backend.to_str()) | {"truncation": None, "padding": None}
 

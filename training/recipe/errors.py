@@ -13,9 +13,11 @@ def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[s
     path, section = _walk(problem["loc"], recipe, fields)
     where = ".".join(map(str, path)) or "the recipe"
     if problem["type"] == "extra_forbidden":
-        for tag in {"kind", "task"} & section.model_fields.keys():
-            (value,) = typing.get_args(section.model_fields[tag].annotation)
-            return f"  {where} is not a key of {path[-2]}.{tag}={value}, which has {', '.join(section.model_fields)}."
+        for tag in ("kind", "task"):
+            if (field := section.model_fields.get(tag)) is not None:
+                value = field.default if tag == "kind" else typing.get_args(field.annotation)[0]
+                keys = ", ".join(section.model_fields)
+                return f"  {where} is not a key of {path[-2]}.{tag}={value}, which has {keys}."
         return f"  {where} is not a key of a recipe; did you mean {_nearest(path, section)!r}?"
     if problem["type"] == "missing":
         return f"  {where} is missing."

@@ -17,6 +17,9 @@ from ..presets import find_recipe
 from .errors import explain
 from .schema import Recipe
 
+KEY_OF_TEXT = {"model": "source", "objective": "kind"}  # the key that a text in place of a section stands for
+MERGE = "tag:yaml.org,2002:merge"
+
 
 class _Loader(yaml.SafeLoader):
     """Refuses a key that a section has twice. An alias is a copy, so an override changes only the place it names."""
@@ -27,11 +30,11 @@ class _Loader(yaml.SafeLoader):
         return deepcopy(node) if is_alias else node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node, found = super().compose_mapping_node(anchor), set[str]()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in found:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
-            found.add(key.value)
+        node, found = super().compose_mapping_node(anchor), set[tuple[str, str]]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE):
+            if (key.tag, key.value) in found:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark)
+            found.add((key.tag, key.value))
         return node
 
 
@@ -49,8 +52,9 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ValueError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"recipe {path} holds a {type(fields).__name__}, not keys and values.")
-    if isinstance(fields.get("model"), str):
-        fields["model"] = {"source": fields["model"]}
+    for section, key in KEY_OF_TEXT.items():
+        if isinstance(fields.get(section), str):
+            fields[section] = {key: fields[section]}
     deepspeed = fields.get("deepspeed")
     if isinstance(deepspeed, str) and (path.parent / deepspeed).is_file():
         fields["deepspeed"] = str(path.parent / deepspeed)
@@ -89,8 +93,8 @@ def _apply(fields: dict[str, Any], override: str) -> None:
     if not equals:
         raise ValueError(f"{override!r} is not an override: write key=value.")
     value = _parse(text)
-    if name == "model" and isinstance(value, str):  # the other keys of the model stay
-        name = "model.source"
+    if name in KEY_OF_TEXT and isinstance(value, str):  # the section's other keys stay
+        name = f"{name}.{KEY_OF_TEXT[name]}"
     if name == "steps":
         name, value = _last_steps(fields, value)
     *sections, last = name.split(".")

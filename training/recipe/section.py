@@ -55,7 +55,7 @@ class Registry(Generic[S]):
         return list(self.kinds.values())
 
     def parse(self, value: Any) -> Any:
-        """Returns a section from its keys and values; a text stands for the key `source`, or for `kind` without one."""
+        """Returns a section from its keys and values; a text stands for `source`, or for `kind` without that key."""
         default = self.find({})
         assert default is not None
         key = "source" if "source" in default.model_fields else "kind"

@@ -102,18 +102,6 @@ def test_generate_writes_as_a_loop_without_cache(models, base, kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_tuples_if_the_configurations_ask_for_them(kind):
-    model, ids = make_model("folded", kind), random_ids(1, 6)
-    expected = model(ids)
-    for config in (model.config, *(base.config for base in model.bases)):
-        config.return_dict = False
-    (logits,) = model(ids)
-    assert torch.equal(logits, expected.logits)
-    assert model.generate(ids, max_new_tokens=3).shape == (1, 9)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_stored_setting_of_other_caches_has_no_effect(kind):
     model, ids = make_model("folded", kind), random_ids(1, 4)
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)

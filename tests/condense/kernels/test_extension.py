@@ -87,6 +87,7 @@ def test_what_the_kernel_does_not_take():
     assert takes_extension_kernel((memory_key, memory_value), *own, *tables)
     assert not takes_extension_kernel((memory_key.bfloat16(), memory_value.bfloat16()), *own, *tables)
     assert not takes_extension_kernel((memory_key, memory_value.double()), *own, *tables)
+    assert not takes_extension_kernel((memory_key[:, :1], memory_value[:, :1]), *own, *tables)
     assert not takes_extension_kernel((memory_key, memory_value), *own, tables[0].requires_grad_(), tables[1])
 
 

@@ -116,6 +116,15 @@ def test_second_derivatives():
     assert_same_second_derivatives(add_rms_norm, plain_add_rms_norm, inputs, [EPSILON])
 
 
+def test_a_sum_of_two_dtypes_has_the_norms_kernel(noted):
+    """As under autocast, where the output of a linear map has fewer bits than what it is added to."""
+    norms = noted(module._Norm, "apply")
+    hidden, residual, weight = random(3, 8, dtype=torch.bfloat16), random(3, 8, seed=1), random(8, seed=2)
+    total, normed = add_rms_norm(hidden, residual, weight, EPSILON)
+    assert len(norms) == 1 and total.dtype == torch.float32
+    assert_near(normed, plain_rms_norm(total.double(), weight.double(), EPSILON))
+
+
 def test_plain():
     for width in (5, 9000):
         hidden = random(2, width, dtype=torch.float64 if width == 5 else torch.float32)

@@ -148,10 +148,14 @@ def test_their_keys_are_checked(kinds, tmp_path):
     path = recipe_in(tmp_path)
     with pytest.raises(ValueError, match="model.segment_length is not a key of model.kind=bigrams, which has .*width"):
         load_recipe(path, ["model.segment_length=4"])
-    for skip in ("objective={kind: skip}", "objective=skip"):
-        with pytest.raises(ValueError, match="objective.ahead is missing"):
-            load_recipe(path, [skip])
+    with pytest.raises(ValueError, match="objective.ahead is missing"):
+        load_recipe(path, ["objective={kind: skip}"])
+    path.write_text(path.read_text().replace("objective:\n  ahead: 3\n  kind: skip\n", "objective: next_token\n"))
+    for named in (["objective=skip", "objective.ahead=4"], ["objective.ahead=4", "objective=skip"]):
+        assert load_recipe(path, named).objective.ahead == 4
+    with pytest.raises(ValueError, match="objective.ahead is missing"):
+        load_recipe(path, ["objective=skip"])
     with pytest.raises(ValueError, match="kind='skep' is unknown: choose one of .*'skip'"):
         load_recipe(path, ["objective=skep"])
     with pytest.raises(ValueError, match="objective.after is not a key of objective.kind=skip"):
-        load_recipe(path, ["objective.after=4"])
+        load_recipe(path, ["objective=skip", "objective.after=4"])

@@ -53,7 +53,7 @@ def test_an_override_of_what_an_alias_repeats(path):
 
 def test_a_key_that_is_there_twice(path):
     path.write_text(RECIPE + "optimizer: {learning_rate: 1.0e-4}\n")
-    with pytest.raises(ValueError, match="the key optimizer is there twice in .*, line 8, column 1"):
+    with pytest.raises(ValueError, match="the key 'optimizer' occurs twice in .*, line 8, column 1"):
         load_recipe(path)
     path.write_text(RECIPE.replace("{warmup_steps: 10}", "{<<: {warmup_steps: 5, beta1: 0.8}, warmup_steps: 10}"))
     optimizer = load_recipe(path).optimizer

@@ -68,6 +68,7 @@ def _flex_kernel(compiled: bool):
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # training may use the tensors of a call in inference mode
 def _lower_right_block_mask(num_queries: int, num_keys: int, device: torch.device):
     from torch.nn.attention.flex_attention import create_block_mask
 

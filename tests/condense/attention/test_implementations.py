@@ -272,6 +272,14 @@ def test_a_missing_flash_attn_is_named(monkeypatch):
         IMPLEMENTATIONS["flash_attention_2"](*ZEROS, AttentionMask(CHUNKS["memory"]), 1.0, 0.0)
 
 
+def test_masks_that_flex_attention_made_in_inference_mode_serve_training():
+    flex._lower_right_block_mask.cache_clear()
+    with torch.inference_mode():
+        flex._lower_right_block_mask(3, 8, torch.device("cpu"))
+    tensors = flex._lower_right_block_mask(3, 8, torch.device("cpu")).as_tuple()
+    assert not any(one.is_inference() for one in tensors if isinstance(one, torch.Tensor))
+
+
 def test_flex_attention_refuses_gradients_on_cpu():
     model = tiny_model(attn_implementation="flex_attention")
     assert_refused("no backward pass on CPUs", model, random_ids(1, 7), labels=random_ids(1, 7))

@@ -1,6 +1,9 @@
 """Folders that several processes need are made once, and whole or not at all."""
 
+import io
+import sys
 import threading
+import time
 
 import pytest
 
@@ -33,22 +36,24 @@ def test_a_writer_that_fails_leaves_no_folder_and_what_a_killed_one_left_goes(tm
     assert [path.name for path in tmp_path.iterdir()] == [".one.lock"]
 
 
-def test_a_second_one_waits_for_the_first(tmp_path, capfd):
+def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
     begun, go_on, calls = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())  # pytest's capture can lose what a thread writes
 
     def write(folder):
         calls.append(folder)
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         (folder / "file").write_text("made")
 
     threads = [threading.Thread(target=make_once, args=(tmp_path / "one", write)) for _ in range(2)]
     threads[0].start()
     assert begun.wait(10)
     threads[1].start()
-    said = ""
-    while "waiting for the process that makes" not in said:
-        said += capfd.readouterr().err
+    deadline = time.monotonic() + 30
+    while "waiting for the process that makes" not in said.getvalue():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     go_on.set()
     for thread in threads:
         thread.join(10)

@@ -227,12 +227,14 @@ class CondenseAttention(nn.Module):
         self, own: Sequence[torch.Tensor], mask: AttentionMask, key_values: KeyValueState | None, chunk: Chunk
     ) -> torch.Tensor:
         """`own`: queries, keys and values of the chunk, and rotary tables unless the keys are rotated already."""
-        query_RHTE, key_RGKE, value_RGKE, *tables = own
+        query_RHTE, key_RGTE, value_RGTE, *tables = own
         if tables:
             assert key_values is None or isinstance(key_values, Memory)
-            key_RGKE, value_RGKE = extend_rotated(key_values, key_RGKE, value_RGKE, *tables)
+            key_RGKE, value_RGKE = extend_rotated(key_values, key_RGTE, value_RGTE, *tables)
         elif key_values is not None:
-            key_RGKE, value_RGKE = key_values.extend(key_RGKE, value_RGKE, chunk)
+            key_RGKE, value_RGKE = key_values.extend(key_RGTE, value_RGTE, chunk)
+        else:
+            key_RGKE, value_RGKE = key_RGTE, value_RGTE
         dropout = self.config.attention_dropout if self.training else 0.0
         implementation = self.config._attn_implementation
         return attend(implementation, query_RHTE, key_RGKE, value_RGKE, mask, self.scale, dropout)

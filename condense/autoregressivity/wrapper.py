@@ -1,6 +1,6 @@
 """Common parts of models that wrap a base model: configuration, gradient checkpointing, generation, losses by segment.
 
-A base model is a folded model or a stock one of a family that condense folds: its logits are the head's product with
+A base model is a folded model, or a stock model of a family that can be folded: its logits are the head's product with
 the decoder's hidden states, and its positions are relative.
 
 Axes: B rows of a batch, N columns of an input (padding included), n target tokens, D hidden size, S segments.
@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import loss
-from ..configuration import IGNORE_INDEX
+from ..configuration import IGNORE_INDEX, CondenseConfig
 from ..families import FAMILIES
 from ..files import use_default_mode
 from ..generation_mixin import OwnCacheGenerationMixin
@@ -92,7 +92,7 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
         """
         if isinstance(base, WrapperForCausalLM):
             raise ValueError(f"the model is already a {type(base).__name__}: pass its base.")
-        known = ("condense_llama", DEPTH_LLAMA, *FAMILIES)
+        known = (CondenseConfig.model_type, DEPTH_LLAMA, *FAMILIES)
         if base.config.model_type not in known:
             raise ValueError(f"the base is a {base.config.model_type!r}: pass a model of the types {', '.join(known)}.")
         config = cls.config_class(base=base.config.to_dict(), **fields)

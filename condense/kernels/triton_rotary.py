@@ -24,12 +24,10 @@ def rotate_into(
 ) -> None:
     """Writes x cos + roll(x) sin or, with `inverse`, x cos + roll(x sin)."""
     tensor, cos, sin = with_unit_stride(tensor_RHTE), with_unit_stride(cos_R1TE), with_unit_stride(sin_R1TE)
-    num_rows, heads, width, size = tensor.shape
-    block = triton.next_power_of_2(size // 2)
-    tokens = min(max(TILE // block, 1), triton.next_power_of_2(width))
-    token_blocks = triton.cdiv(width, tokens)
+    _, heads, width, _ = tensor.shape
+    grid, token_blocks, sizes = _launch_sizes(tensor.shape)
     with torch.cuda.device_of(tensor):
-        _rotate[(num_rows * token_blocks, triton.cdiv(heads, HEADS))](
+        _rotate[grid](
             tensor,
             cos,
             sin,
@@ -42,12 +40,20 @@ def rotate_into(
             *_row_and_token_strides(sin),
             *output_RHTE.stride()[:3],
             INVERSE=inverse,
-            HEADS=HEADS,
-            TOKENS=tokens,
-            HALF=size // 2,
-            BLOCK=block,
-            num_warps=min(max(tokens * block // 256, 1), 4),
+            **sizes,
         )
+
+
+def _launch_sizes(shape: torch.Size) -> tuple[tuple[int, int], int, dict[str, int]]:
+    """Returns the grid, its programs along the tokens, and the constants of a kernel that writes a tensor with these
+    rows, heads, tokens and head dimension."""
+    num_rows, heads, width, size = shape
+    block = triton.next_power_of_2(size // 2)
+    tokens = min(max(TILE // block, 1), triton.next_power_of_2(width))
+    token_blocks = triton.cdiv(width, tokens)
+    constants = {"HEADS": HEADS, "TOKENS": tokens, "HALF": size // 2, "BLOCK": block}
+    num_warps = min(max(tokens * block // 256, 1), 4)
+    return (num_rows * token_blocks, triton.cdiv(heads, HEADS)), token_blocks, constants | {"num_warps": num_warps}
 
 
 def extend_into(
@@ -63,12 +69,10 @@ def extend_into(
     """Writes the memory and then the chunk, its keys rotated, to two contiguous tensors."""
     inputs = [with_unit_stride(one) for one in (memory_key_RGME, memory_value_RGME, key_RGTE, value_RGTE)]
     cos, sin = with_unit_stride(cos_R1TE), with_unit_stride(sin_R1TE)
-    num_rows, heads, num_keys, size = key_RGKE.shape
-    block = triton.next_power_of_2(size // 2)
-    tokens = min(max(TILE // block, 1), triton.next_power_of_2(num_keys))
-    token_blocks = triton.cdiv(num_keys, tokens)
+    _, heads, num_keys, _ = key_RGKE.shape
+    grid, token_blocks, sizes = _launch_sizes(key_RGKE.shape)
     with torch.cuda.device_of(key_RGKE):
-        _extend[(num_rows * token_blocks, triton.cdiv(heads, HEADS))](
+        _extend[grid](
             *inputs,
             cos,
             sin,
@@ -81,11 +85,7 @@ def extend_into(
             *[stride for one in inputs for stride in one.stride()[:3]],
             *_row_and_token_strides(cos),
             *_row_and_token_strides(sin),
-            HEADS=HEADS,
-            TOKENS=tokens,
-            HALF=size // 2,
-            BLOCK=block,
-            num_warps=min(max(tokens * block // 256, 1), 4),
+            **sizes,
         )
 
 

@@ -29,11 +29,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 from .attention import AttentionMask, AttentionMetadata, attend
 from .configuration import CondenseConfig
 from .families import family_of
-from .kernels.extension import extend_rotated, takes_extension_kernel
-from .kernels.rms_norm import add_rms_norm, takes_norm_kernel
+from .kernels.attention_inputs import attention_inputs, memory_of, takes_attention_kernels
+from .kernels.layout import NEW, Places, Rows
+from .kernels.rms_norm import add_rms_norm, input_and_rms_norm, takes_norm_kernel
 from .kernels.rms_norm import rms_norm as fused_rms_norm
 from .kernels.rotary import RotaryTables, rotate
-from .kernels.swiglu import Rows, silu_product
+from .kernels.swiglu import silu_product
 from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk
@@ -87,21 +88,40 @@ class RMSNorm(LlamaRMSNorm):
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon)
 
-    def after_sum(self, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_input(self, hidden_RTD: torch.Tensor, places: Places = NEW) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the input, whose further uses then add their gradients in the norm's kernel, and its norm."""
+        if self._is_changed or not takes_norm_kernel(hidden_RTD, self.weight):
+            return hidden_RTD, self(hidden_RTD)
+        return input_and_rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon, places)
+
+    def after_sum(
+        self, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor, places: Places = NEW
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the sum of two tensors, and its norm."""
-        plain = has_hooks(self) or "forward" in self.__dict__ or type(self).forward is not RMSNorm.forward
-        if not plain and takes_norm_kernel(hidden_RTD, self.weight):
-            return add_rms_norm(hidden_RTD, residual_RTD, used(self.weight), self.variance_epsilon)
-        sum_RTD = hidden_RTD + residual_RTD
-        return sum_RTD, self(sum_RTD)
+        if self._is_changed or not takes_norm_kernel(hidden_RTD, self.weight):
+            sum_RTD = hidden_RTD + residual_RTD
+            return sum_RTD, self(sum_RTD)
+        return add_rms_norm(hidden_RTD, residual_RTD, used(self.weight), self.variance_epsilon, places)
+
+    @property
+    def _is_changed(self) -> bool:
+        return has_hooks(self) or "forward" in self.__dict__ or type(self).forward is not RMSNorm.forward
+
+
+def norm_of_input(norm: nn.Module, hidden_RTD: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the input, for its further uses, and its norm. `norm` may be another module in its place, such as an
+    adapter."""
+    if hasattr(type(norm), "after_input"):
+        return norm.after_input(hidden_RTD, places)  # type: ignore[operator]
+    return hidden_RTD, norm(hidden_RTD)
 
 
 def norm_of_sum(
-    norm: nn.Module, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor
+    norm: nn.Module, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor, places: Places
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the sum of two tensors, and its norm. `norm` may be another module in its place, such as an adapter."""
+    """Returns the sum of two tensors, and its norm."""
     if hasattr(type(norm), "after_sum"):
-        return norm.after_sum(hidden_RTD, residual_RTD)  # type: ignore[operator]
+        return norm.after_sum(hidden_RTD, residual_RTD, places)  # type: ignore[operator]
     sum_RTD = hidden_RTD + residual_RTD
     return sum_RTD, norm(sum_RTD)
 
@@ -137,10 +157,11 @@ def project(input_RTD: torch.Tensor, *linears: nn.Module) -> list[torch.Tensor]:
     return [linear(input_RTD) for linear in linears] if joint is None else joint(linears, input_RTD)
 
 
-def rows_for(linear: nn.Module, like_RTI: torch.Tensor) -> Rows | None:
-    """Returns the memory to write an input of this shape to: a stack may read the inputs of several segments as one."""
-    rows = getattr(linear, "rows", None)
-    return None if rows is None else rows(like_RTI)
+def rows_for(module: nn.Module, name: str, like_RTx: torch.Tensor, of_gradients: bool = False) -> Rows | None:
+    """Returns the memory to write the input of a linear map of the module to, or the gradients of its outputs and of
+    those with the same input. A stack may read these of several segments as one; None for new tensors."""
+    rows = getattr(getattr(module, name, None), "rows", None)  # the module may be another in its place
+    return None if rows is None else rows(like_RTx, of_gradients)
 
 
 class MLP(nn.Module):
@@ -158,7 +179,9 @@ class MLP(nn.Module):
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         gate_RTF, up_RTF = project(hidden_RTD, self.gate_proj, self.up_proj)
         if self.has_silu and not has_hooks(self.act_fn):
-            return self.down_proj(silu_product(gate_RTF, up_RTF, rows_for(self.down_proj, gate_RTF)))
+            rows = rows_for(self, "down_proj", gate_RTF)
+            gradient_rows = rows_for(self, "gate_proj", gate_RTF, of_gradients=True)
+            return self.down_proj(silu_product(gate_RTF, up_RTF, rows, gradient_rows))
         return self.down_proj(self.act_fn(gate_RTF) * up_RTF)
 
 
@@ -181,10 +204,15 @@ class CondenseAttention(nn.Module):
         tensor_RxTE = tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return tensor_RxTE if norm is None else norm(tensor_RxTE).to(tensor_RxTE.dtype)  # float32 under autocast
 
-    def project_memory(self, normed_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
+    def project_memory(
+        self, normed_RTD: torch.Tensor, metadata: AttentionMetadata, gradient_rows: Rows | None = None
+    ) -> Memory:
         """Returns the keys and values of this chunk that the next segment sees."""
         key_RTx, value_RTx = project(normed_RTD, self.k_proj, self.v_proj)
-        return Memory(rotate(self._heads(key_RTx, self.k_norm), metadata.memory_rotary), self._heads(value_RTx))
+        own, tables = (self._heads(key_RTx, self.k_norm), self._heads(value_RTx)), metadata.memory_rotary
+        if takes_attention_kernels(None, *own, None, tables):
+            return Memory(*memory_of(*own, tables, gradient_rows))
+        return Memory(rotate(own[0], tables), own[1])
 
     def forward(
         self,
@@ -195,27 +223,35 @@ class CondenseAttention(nn.Module):
     ) -> tuple[torch.Tensor, Memory | None]:
         """Returns the output [R, T, D] and, with `remembers_input`, `normed_RTD`'s keys and values as next memory."""
         query_RTx, key_RTx, value_RTx = project(normed_RTD, self.q_proj, self.k_proj, self.v_proj)
-        query_RHTE = rotate(self._heads(query_RTx, self.q_norm), metadata.rotary)
-        key_RGTE, value_RGTE = self._heads(key_RTx, self.k_norm), self._heads(value_RTx)
-        output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata))
+        query_RHTE, value_RGTE = self._heads(query_RTx, self.q_norm), self._heads(value_RTx)
+        key_RGTE = self._heads(key_RTx, self.k_norm)
+        gradient_rows = rows_for(self, "q_proj", normed_RTD, of_gradients=True)
+        output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata, gradient_rows))
         if not remembers_input:
             return output_RTD, None
         return output_RTD, Memory(rotate(key_RGTE, metadata.memory_rotary), value_RGTE)
 
     def _attend(
-        self, query_RHTE, key_RGTE, value_RGTE, key_values: KeyValueState | None, metadata: AttentionMetadata
+        self,
+        query_RHTE: torch.Tensor,
+        key_RGTE: torch.Tensor,
+        value_RGTE: torch.Tensor,
+        key_values: KeyValueState | None,
+        metadata: AttentionMetadata,
+        gradient_rows: Rows | None,
     ) -> torch.Tensor:
-        """`key_RGTE` is not rotated yet. If a kernel can rotate it beside the memory, the rotary tables go along."""
-        own: tuple[torch.Tensor, ...] = query_RHTE, key_RGTE, value_RGTE, *metadata.rotary
-        if not (isinstance(key_values, Memory) and takes_extension_kernel(key_values, *own[1:])):
-            own = query_RHTE, rotate(key_RGTE, metadata.rotary), value_RGTE
-        groups = metadata.row_groups(key_values, len(query_RHTE))
+        """Returns the heads' outputs [R, T, H * E]; queries and keys are not rotated yet."""
+        own, groups = (query_RHTE, key_RGTE, value_RGTE), metadata.row_groups(key_values, len(query_RHTE))
+        if isinstance(key_values, Memory | None) and takes_attention_kernels(*own, key_values, metadata.rotary):
+            parts = attention_inputs(*own, key_values, metadata.rotary, gradient_rows)
+            outputs = [self._attention(*part, mask) for part, (_, mask, _) in zip(parts, groups, strict=True)]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        own = rotate(query_RHTE, metadata.rotary), rotate(key_RGTE, metadata.rotary), value_RGTE
         if len(groups) == 1:  # not a slice of all rows, whose gradient would be a copy
             _, mask, row_key_values = groups[0]
             return self._attend_rows(own, mask, row_key_values, metadata.chunk)
         sizes = [num_rows for num_rows, _, _ in groups]
-        # Tables have a row for each row here: the first segment's positions are others.
-        parts = zip(*(tensor.split(sizes) for tensor in own), strict=True)
+        parts = list(zip(*(tensor.split(sizes) for tensor in own), strict=True))
         return torch.cat(
             [
                 self._attend_rows(part, mask, row_key_values, metadata.chunk)
@@ -226,15 +262,14 @@ class CondenseAttention(nn.Module):
     def _attend_rows(
         self, own: Sequence[torch.Tensor], mask: AttentionMask, key_values: KeyValueState | None, chunk: Chunk
     ) -> torch.Tensor:
-        """`own`: queries, keys and values of the chunk, and rotary tables unless the keys are rotated already."""
-        query_RHTE, key_RGTE, value_RGTE, *tables = own
-        if tables:
-            assert key_values is None or isinstance(key_values, Memory)
-            key_RGKE, value_RGKE = extend_rotated(key_values, key_RGTE, value_RGTE, *tables)
-        elif key_values is not None:
-            key_RGKE, value_RGKE = key_values.extend(key_RGTE, value_RGTE, chunk)
-        else:
-            key_RGKE, value_RGKE = key_RGTE, value_RGTE
+        query_RHTE, key_RGTE, value_RGTE = own
+        if key_values is not None:
+            key_RGTE, value_RGTE = key_values.extend(key_RGTE, value_RGTE, chunk)
+        return self._attention(query_RHTE, key_RGTE, value_RGTE, mask)
+
+    def _attention(
+        self, query_RHTE: torch.Tensor, key_RGKE: torch.Tensor, value_RGKE: torch.Tensor, mask: AttentionMask
+    ) -> torch.Tensor:
         dropout = self.config.attention_dropout if self.training else 0.0
         implementation = self.config._attn_implementation
         return attend(implementation, query_RHTE, key_RGKE, value_RGKE, mask, self.scale, dropout)
@@ -267,6 +302,13 @@ def blend(input_RTD: torch.Tensor, output_RTD: torch.Tensor, share: float) -> to
     return torch.lerp(input_RTD.to(dtype), output_RTD.to(dtype), share)
 
 
+class LayerPlaces(NamedTuple):
+    attention: Places  # of the input's norm
+    mlp: Places  # of the norm after attention
+    memory: Places  # of the norm of the output
+    of_memory: Rows | None  # for the gradients of the memory's keys and values
+
+
 class CondenseDecoderLayer(nn.Module):
     def __init__(self, config: CondenseConfig, layer_idx: int):
         super().__init__()
@@ -282,22 +324,39 @@ class CondenseDecoderLayer(nn.Module):
         """Returns the output [R, T, D] and, if `metadata.writes_memory`, the keys and values for the next segment."""
         # An undetached memory of the input reuses this segment's keys and values, rotated differently.
         from_input = metadata.writes_memory and self.memory_share.takes_input and not any(metadata.detach_R)
-        normed_RTD = self.input_layernorm(input_RTD)
+        places = self._places(input_RTD)
+        input_RTD, normed_RTD = norm_of_input(self.input_layernorm, input_RTD, places.attention)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
-        residual_RTD, normed_RTD = norm_of_sum(self.post_attention_layernorm, attention_RTD, input_RTD)
+        residual_RTD, normed_RTD = norm_of_sum(self.post_attention_layernorm, attention_RTD, input_RTD, places.mlp)
         from_output = self.memory_share.takes_output and not has_hooks(self.memory_share)
         if metadata.writes_memory and from_output and not any(metadata.detach_R):
-            output_RTD, normed_RTD = norm_of_sum(self.input_layernorm, self.mlp(normed_RTD), residual_RTD)
-            return output_RTD, self.self_attn.project_memory(normed_RTD, metadata)
+            mlp_RTD = self.mlp(normed_RTD)
+            output_RTD, normed_RTD = norm_of_sum(self.input_layernorm, mlp_RTD, residual_RTD, places.memory)
+            return output_RTD, self.self_attn.project_memory(normed_RTD, metadata, places.of_memory)
         output_RTD = residual_RTD + self.mlp(normed_RTD)
         if from_input or not metadata.writes_memory:
             return output_RTD, memory
         source_RTD = detach_rows(self.memory_share(input_RTD, output_RTD), metadata.detach_R)
-        return output_RTD, self.project_memory(source_RTD, metadata)
+        return output_RTD, self.project_memory(source_RTD, metadata, places)
 
-    def project_memory(self, source_RTD: torch.Tensor, metadata: AttentionMetadata) -> Memory:
+    def _places(self, input_RTD: torch.Tensor) -> LayerPlaces:
+        """Returns the places of the norms' results, which the linear maps beside the norms read; asked for in every
+        call, because they depend on the number of calls."""
+        attention, mlp = self.self_attn, self.mlp
+        return LayerPlaces(
+            Places(rows_for(attention, "q_proj", input_RTD)),
+            Places(rows_for(mlp, "gate_proj", input_RTD), rows_for(attention, "o_proj", input_RTD, of_gradients=True)),
+            Places(rows_for(attention, "k_proj", input_RTD), rows_for(mlp, "down_proj", input_RTD, of_gradients=True)),
+            rows_for(attention, "k_proj", input_RTD, of_gradients=True),
+        )
+
+    def project_memory(
+        self, source_RTD: torch.Tensor, metadata: AttentionMetadata, places: LayerPlaces | None = None
+    ) -> Memory:
         """Returns the keys and values, of this chunk's hidden states [R, T, D], that the next segment sees."""
-        return self.self_attn.project_memory(self.input_layernorm(source_RTD), metadata)
+        normed, of_memory = (places.memory.normed, places.of_memory) if places else (None, None)
+        _, normed_RTD = norm_of_input(self.input_layernorm, source_RTD, Places(normed))
+        return self.self_attn.project_memory(normed_RTD, metadata, of_memory)
 
 
 def detach_rows(source_RTD: torch.Tensor, detach_R: tuple[bool, ...]) -> torch.Tensor:

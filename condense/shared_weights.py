@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .kernels.swiglu import Rows
+from .kernels.layout import PartialSums, Rows
 from .products import add_product, add_products, side_by_side, stacked_products
 from .transforms import autocast_dtype, is_transformed
 
@@ -38,9 +38,11 @@ class WeightSum:
     Autograd keeps this object, so it must not hold tensors of a graph.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], is_stack: bool, every_pass: bool):
+    def __init__(
+        self, weights: Sequence[torch.Tensor], is_stack: bool, every_pass: bool, total: torch.Tensor | None = None
+    ):
         self.weights, self.is_stack, self.every_pass = weights, is_stack, every_pass
-        self._total: torch.Tensor | None = None
+        self._total = total
         self._backward_pass: int | None = None
         self._given: torch.Tensor | None = None
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -179,8 +181,15 @@ class SharedWeights:
             if found:
                 torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
 
-    def rows(self, weights: Sequence[torch.Tensor], members: slice, input_RTI: torch.Tensor) -> Rows | None:
-        """Returns the memory to write an input [R, T, I] of products with `members` to; None for a new tensor."""
+    def rows(
+        self, weights: Sequence[torch.Tensor], members: slice, like_RTx: torch.Tensor, of_gradients: bool
+    ) -> Rows | None:
+        """Returns the memory to write an input [R, T, I] of products with `members` to, or the gradients of all
+        products with such an input; None for a new tensor."""
+        return None
+
+    def partial_sums(self, weights: Sequence[torch.Tensor], members: slice) -> PartialSums | None:
+        """Returns the sum to add the gradients of a norm's weights to; None if they return them."""
         return None
 
     def add_products(

@@ -32,31 +32,39 @@ class Buffer:
         return self.rows_snF.new_empty(0).set_(storage, first, shape, strides)
 
 
+@dataclass(frozen=True)
+class Place:
+    """The input of the products with a weight and with those beside it, or the gradients of their outputs."""
+
+    weight: int  # its id
+    of_gradients: bool
+
+
 class GroupRows:
     """The buffers of a group: `kept` is the number of a layer's segments whose gradients are needed at a time."""
 
     def __init__(self, num_layers: int, num_segments: int, kept: int):
         self.num_layers, self.num_segments, self.kept = num_layers, num_segments, kept
-        self._uses: defaultdict[int, Counter[int]] = defaultdict(Counter)  # of a weight's layers
-        self._buffers: dict[tuple[int, bool], Buffer] = {}
+        self._uses: defaultdict[Place, Counter[int]] = defaultdict(Counter)  # of a place's layers
+        self._buffers: dict[Place, Buffer] = {}
 
-    def of_band(self, key: int, layers: slice) -> "BandRows":
-        """Counts a use of the weights `key` by each of the layers; the count tells which segment they are at."""
-        uses = self._uses[key]
+    def of_band(self, place: Place, layers: slice) -> "BandRows":
+        """Counts a use of the place by each of the layers; the count tells which segment they are at."""
+        uses = self._uses[place]
         newest = uses[layers.start]
         for number in range(layers.start, layers.stop):
             assert uses[number] == newest - (number - layers.start), "a band works on consecutive segments"
             uses[number] += 1
-        return BandRows(self, key, layers, newest)
+        return BandRows(self, place, layers, newest)
 
-    def buffer(self, key: int, of_gradients: bool, tokens: int, width: int, like: torch.Tensor) -> Buffer:
-        if (key, of_gradients) not in self._buffers:
+    def buffer(self, place: Place, tokens: int, width: int, like: torch.Tensor) -> Buffer:
+        if place not in self._buffers:
             # The backward pass processes the latest segments first: when layer m + 1 is at a segment, layer m has
             # passed all but the next one after it.
-            distance = min(self.num_segments, self.kept + 1) if of_gradients else self.num_segments
+            distance = min(self.num_segments, self.kept + 1) if place.of_gradients else self.num_segments
             num_segments = (self.num_layers - 1) * distance + self.num_segments
-            self._buffers[key, of_gradients] = Buffer(like.new_empty(num_segments, tokens, width), distance)
-        return self._buffers[key, of_gradients]
+            self._buffers[place] = Buffer(like.new_empty(num_segments, tokens, width), distance)
+        return self._buffers[place]
 
     def clear(self) -> None:
         self._buffers.clear()
@@ -67,16 +75,10 @@ class BandRows:
     """The memory that a kernel writes the rows of a band's layers to."""
 
     group: GroupRows
-    key: int
+    place: Place
     layers: slice
     newest: int
 
-    def output(self, rows_xF: torch.Tensor) -> torch.Tensor:
-        return self._rows(rows_xF, rows_xF.shape[-1], of_gradients=False)
-
-    def gradient(self, rows_xF: torch.Tensor) -> torch.Tensor:
-        return self._rows(rows_xF, 2 * rows_xF.shape[-1], of_gradients=True)
-
-    def _rows(self, rows_xF: torch.Tensor, width: int, of_gradients: bool) -> torch.Tensor:
-        tokens = rows_xF.numel() // rows_xF.shape[-1] // (self.layers.stop - self.layers.start)
-        return self.group.buffer(self.key, of_gradients, tokens, width, rows_xF).of_band(self.layers, self.newest)
+    def memory(self, num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        tokens = num_rows // (self.layers.stop - self.layers.start)
+        return self.group.buffer(self.place, tokens, width, like).of_band(self.layers, self.newest)

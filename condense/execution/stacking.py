@@ -10,6 +10,7 @@ of a linear map, D hidden size, x rows and tokens together.
 import copy
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -18,9 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..kernels.rms_norm import add_rms_norm, takes_norm_kernel
-from ..kernels.rms_norm import rms_norm as fused_rms_norm
-from ..kernels.swiglu import Rows
+from ..kernels.layout import NEW, Places, Rows
+from ..kernels.rms_norm import add_rms_norm, input_and_rms_norm, takes_norm_kernel
 from ..layers import (
     MLP,
     CondenseAttention,
@@ -34,7 +34,7 @@ from ..layers import (
 )
 from ..linear import Linear
 from ..products import stacked_products
-from ..shared_weights import summed_products, sums_of
+from ..shared_weights import active_weights, summed_products, sums_of
 from ..transforms import is_in_torch_func
 from .stacked_parameters import StackedParameter, stacked_parameters
 
@@ -234,11 +234,13 @@ class StackedLinear(_Stacked):
             ]
         return [linear.with_bias(output_mnO, input_RTI) for linear, output_mnO in zip(linears, outputs, strict=True)]
 
-    def rows(self, like_RTI: torch.Tensor) -> Rows | None:
-        """Returns the memory to write an input of this shape to; None for a new tensor."""
-        weight = self.stacked_parameters["weight"]
-        sums = None if weight.tensor_mx is None else sums_of(*weight.all)
-        return None if sums is None else sums.rows(weight.all, weight.members, like_RTI)
+    def rows(self, like_RTx: torch.Tensor, of_gradients: bool) -> Rows | None:
+        """Returns the memory to write an input [R, T, I] to, or the gradients of the outputs of this map and of those
+        with the same input; None for a new tensor."""
+        weight, sums = self.stacked_parameters["weight"], active_weights()
+        if sums is None or weight.tensor_mx is None:
+            return None
+        return sums.rows(weight.all, weight.members, like_RTx, of_gradients)
 
     def with_bias(self, output_mnO: torch.Tensor, input_RTI: torch.Tensor) -> torch.Tensor:
         if (bias := self.stacked_parameters.get("bias")) is not None:
@@ -254,19 +256,33 @@ class StackedNorm(_Stacked):
     """m norms over [m * R, ..., D], as a single norm with a weight [m, 1, ..., D]."""
 
     def forward(self, hidden_RxD: torch.Tensor) -> torch.Tensor:
+        return self.after_input(hidden_RxD)[1]
+
+    def after_input(self, hidden_RxD: torch.Tensor, places: Places = NEW) -> tuple[torch.Tensor, torch.Tensor]:
+        if takes_norm_kernel(hidden_RxD, self.stacked[0].weight):
+            return input_and_rms_norm(hidden_RxD, *self._for_kernel(places))
         weight_mD = self.stacked_parameters["weight"].stack()
-        if takes_norm_kernel(hidden_RxD, weight_mD):
-            return fused_rms_norm(hidden_RxD, weight_mD, self.stacked[0].variance_epsilon)
         weight_m1D = weight_mD.view(len(weight_mD), *[1] * (hidden_RxD.dim() - 1), -1)
         norm = NormAttributes(weight_m1D, self.stacked[0].variance_epsilon)
-        return self.normalize(hidden_RxD.unflatten(0, (len(weight_mD), -1)), norm).flatten(0, 1)
+        return hidden_RxD, self.normalize(hidden_RxD.unflatten(0, (len(weight_mD), -1)), norm).flatten(0, 1)
 
-    def after_sum(self, hidden_RxD: torch.Tensor, residual_RxD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def after_sum(
+        self, hidden_RxD: torch.Tensor, residual_RxD: torch.Tensor, places: Places = NEW
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if takes_norm_kernel(hidden_RxD, self.stacked[0].weight):
-            weight_mD = self.stacked_parameters["weight"].stack()
-            return add_rms_norm(hidden_RxD, residual_RxD, weight_mD, self.stacked[0].variance_epsilon)
-        sum_RxD = hidden_RxD + residual_RxD
-        return sum_RxD, self(sum_RxD)
+            return add_rms_norm(hidden_RxD, residual_RxD, *self._for_kernel(places))
+        return self.after_input(hidden_RxD + residual_RxD)
+
+    def _for_kernel(self, places: Places) -> tuple[torch.Tensor, float, Places]:
+        """Returns weights, epsilon and places: if the kernel adds to a sum, the weights receive no gradient."""
+        weight, epsilon = self.stacked_parameters["weight"], self.stacked[0].variance_epsilon
+        sums = sums_of(*weight.all)
+        partial_sums = (
+            None if sums is None or weight.tensor_mx is None else sums.partial_sums(weight.all, weight.members)
+        )
+        if partial_sums is None:
+            return weight.stack(), epsilon, places
+        return weight.shared(sums), epsilon, replace(places, of_weight=partial_sums)
 
     def normalize(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
         return (

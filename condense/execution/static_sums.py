@@ -4,7 +4,8 @@
     link, ... = _Group.apply(..., link, ...)   for each group; its backward pass adds to the buffers
 
 A product of a segment's few tokens takes as long to write its sum as to compute it. So the gradients of a layer's
-outputs wait, with its inputs, until there are `TOKENS` of them. Outputs with `rows` need no copy then.
+outputs wait, with its inputs, until there are `TOKENS` of them. What is in memory from `rows` needs no copy then.
+Gradients of norms are added to parts of their sums, which are added up at the end of a backward pass.
 
 The link leads from each group to the weights: autograd runs `Begin`'s node after the nodes of all groups. It passes on
 copies, so that a buffer never becomes the gradient of a weight.
@@ -15,13 +16,15 @@ Axes: m layers of a band, n tokens of each, O and I output and input widths.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..products import add_product, side_by_side
-from ..shared_weights import Gradients, SharedWeights, WeightSum
-from .adjacent_rows import BandRows, GroupRows
+from ..shared_weights import Gradients, SharedWeights, WeightSum, sum_dtype
+from .adjacent_rows import BandRows, GroupRows, Place
+from .stacked_parameters import JOINED
 from .stacking import Stack
 
 TOKENS = 4096  # of a layer, whose gradients wait
@@ -41,10 +44,20 @@ def check_gradient(gradient: torch.Tensor | None) -> None:
 class StaticSums(SharedWeights):
     def __init__(self, stack: Stack):
         super().__init__(every_pass=True, every_dtype=True)
-        trained = [one for one in stack.parameters.values() if any(weight.requires_grad for weight in one.all)]
-        self._sums = {id(one.all[0]): WeightSum(one.all, is_stack=True, every_pass=True) for one in trained}
-        for one in self._sums.values():
-            one.total_or_zeros(one.weights[0])
+        trained = {
+            name: one.all for name, one in stack.parameters.items() if any(weight.requires_grad for weight in one.all)
+        }
+        self._zeroed: list[torch.Tensor] = []  # each sum, or the sums of an input's weights side by side
+        self._sums: dict[int, WeightSum] = {}
+        for names in _joined_names(trained):
+            joint_MOx = _zeros([trained[name] for name in names])
+            self._zeroed.append(joint_MOx)
+            first = 0
+            for weights in (trained[name] for name in names):
+                total_MOx = joint_MOx[:, first : first + len(weights[0])]
+                self._sums[id(weights[0])] = WeightSum(weights, is_stack=True, every_pass=True, total=total_MOx)
+                first += len(weights[0])
+        self._partials: dict[tuple[int, int], torch.Tensor] = {}  # [M, p, D], by the weight's id and p
         self._backward_pass: int | None = None
         self._waiting: dict[tuple, list[tuple[Gradients, torch.Tensor]]] = defaultdict(list)
         self._num_layers = len(stack.layers)
@@ -53,6 +66,8 @@ class StaticSums(SharedWeights):
     @contextmanager
     def group(self, num_segments: int, tokens: int) -> Iterator[GroupRows]:
         """Makes uses of weights within it part of a group of segments: they add to these sums."""
+        self._waiting.clear()  # of a capture that ran out of memory
+        self._partials.clear()
         self._rows = GroupRows(self._num_layers, num_segments, kept=-(-TOKENS // tokens))
         try:
             with self.active():
@@ -60,11 +75,26 @@ class StaticSums(SharedWeights):
         finally:
             self._rows = None
 
-    def rows(self, weights: Sequence[torch.Tensor], members: slice, input_RTI: torch.Tensor) -> BandRows | None:
+    def rows(
+        self, weights: Sequence[torch.Tensor], members: slice, like_RTx: torch.Tensor, of_gradients: bool
+    ) -> BandRows | None:
         """Returns None if no rows will wait, and for several texts in a wave: their rows aren't equally spaced."""
-        num_layers, num_rows = members.stop - members.start, input_RTI.shape[0] * input_RTI.shape[1]
-        waits = num_rows // num_layers < TOKENS and num_layers in (1, len(input_RTI))
-        return self._rows.of_band(id(weights[0]), members) if waits and self._rows is not None else None
+        if self._rows is None or id(weights[0]) not in self._sums:
+            return None
+        num_layers, num_rows = members.stop - members.start, like_RTx.shape[0] * like_RTx.shape[1]
+        if num_rows // num_layers >= TOKENS or num_layers not in (1, len(like_RTx)):
+            return None
+        return self._rows.of_band(Place(id(weights[0]), of_gradients), members)
+
+    def partial_sums(self, weights: Sequence[torch.Tensor], members: slice) -> "BandPartialSums | None":
+        return None if self._rows is None else BandPartialSums(self, id(weights[0]), members)
+
+    def partials(self, weight: int, num_parts: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns the parts [M, num_parts, width] of the sum of a norm's weights."""
+        key = weight, num_parts
+        if key not in self._partials:
+            self._partials[key] = like.new_zeros(self._num_layers, num_parts, width, dtype=torch.float32)
+        return self._partials[key]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -94,24 +124,33 @@ class StaticSums(SharedWeights):
                 self._add_waiting(key)
 
     def add_waiting(self) -> None:
-        """Adds the waiting gradients at the end of a captured backward pass."""
+        """Adds the waiting gradients, and the parts of sums, at the end of a captured backward pass."""
         for key in list(self._waiting):
             self._add_waiting(key)
+        for (weight, _), partial_MpD in self._partials.items():
+            _known(self._sums[weight].total()).add_(partial_MpD.sum(1))
+        self._partials.clear()
 
     def _add_waiting(self, key: tuple) -> None:
         layer, sums = key
         found = self._waiting.pop(key)[::-1]  # the backward pass begins with the latest segment
         input_nI = _joined([one for _, one in found])
-        for one, *gradients in zip(sums, *[of_layer for of_layer, _ in found], strict=True):
-            if gradients[0] is not None:
-                add_product(_known(one.total())[layer], _joined(gradients).t(), input_nI)
+        totals = [_known(one.total())[layer] for one in sums]
+        of_outputs: list[list[torch.Tensor | None]] = [list(one) for one in zip(*[of for of, _ in found], strict=True)]
+        joint_OI, joint = side_by_side(totals, dim=0), [_side_by_side(of_layer) for of_layer, _ in found]
+        if joint_OI is not None and all(one is not None for one in joint):
+            totals, of_outputs = [joint_OI], [joint]
+        for total_OI, gradients in zip(totals, of_outputs, strict=True):
+            known = [one for one in gradients if one is not None]
+            if known:  # else the weights are frozen
+                add_product(total_OI, _joined(known).t(), input_nI)
 
     def begin_pass(self) -> None:
         """Prepares a group's backward pass: another pass may have ended before it reached the weights."""
         backward_pass = torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
-            if totals := self._totals():  # none are trained
-                torch._foreach_zero_(totals)
+            if self._zeroed:  # some weights are trained
+                torch._foreach_zero_(self._zeroed)
             self._backward_pass = backward_pass
 
     def end_pass(self) -> None:
@@ -128,6 +167,41 @@ class StaticSums(SharedWeights):
 
     def _totals(self) -> list[torch.Tensor]:
         return [_known(one.total()) for one in self._sums.values()]
+
+
+@dataclass(frozen=True)
+class BandPartialSums:
+    """The parts of the sum of a norm's weights, for the layers of a band."""
+
+    sums: StaticSums
+    weight: int  # the id of the first layer's
+    layers: slice
+
+    def memory(self, num_parts: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        return self.sums.partials(self.weight, num_parts, width, like)[self.layers]
+
+
+def _joined_names(parameters: dict[str, list[nn.Parameter]]) -> list[tuple[str, ...]]:
+    """Returns the names of all parameters; those with an input in common together, if they are of one kind."""
+    joined = [tuple(name for name in names if name in parameters) for names in JOINED]
+    joined = [names for names in joined if len({_kind(parameters[name][0]) for name in names}) == 1]
+    return joined + [(name,) for name in parameters if not any(name in names for names in joined)]
+
+
+def _kind(weight: torch.Tensor) -> tuple:
+    return weight.shape[1:], weight.dtype, weight.device
+
+
+def _zeros(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Returns zeros [M, ...] with the rows of all members side by side, for one product that adds to all."""
+    first = members[0][0]
+    shape = len(members[0]), sum(len(weights[0]) for weights in members), *first.shape[1:]
+    return first.new_zeros(shape, dtype=sum_dtype(first.dtype))
+
+
+def _side_by_side(gradients: Gradients) -> torch.Tensor | None:
+    known = [one for one in gradients if one is not None]
+    return side_by_side(known, dim=1) if len(known) == len(gradients) else None
 
 
 def _known(total: torch.Tensor | None) -> torch.Tensor:

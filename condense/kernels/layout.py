@@ -1,9 +1,60 @@
-"""Tensors as kernels read them.
+"""Tensors as kernels read and write them.
 
-Axes: x any axes, n the same as one, D the last axis.
+Axes: x any axes, n the same as one, D the last axis, m parts of a result that may lie apart in memory.
 """
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
+
+
+class Rows(Protocol):
+    """Memory for a result that a product reads together with those of other calls: all their rows are adjacent."""
+
+    def memory(self, num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns memory [m, n, width] of m * n rows, with the dtype of `like`."""
+
+
+class PartialSums(Protocol):
+    """The sum of the weight gradients of several calls, in parts, one for each program of a kernel."""
+
+    def memory(self, num_parts: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns memory [m, num_parts, width] in float32; a kernel adds to what it holds."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The memory that the kernels of a norm write to, in place of new tensors.
+
+    With `of_weight` the weight itself receives no gradient, but must require one.
+    """
+
+    normed: Rows | None = None
+    of_input: Rows | None = None  # the gradient of the norm's input
+    of_weight: PartialSums | None = None
+
+
+NEW = Places()
+
+
+def memory_for(rows: Rows | None, num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns memory [m, n, width] from `rows`, or a new tensor [1, n, width] without them."""
+    return like.new_empty(1, num_rows, width) if rows is None else rows.memory(num_rows, width, like)
+
+
+def part_sizes(memory_mnD: torch.Tensor) -> tuple[int, int]:
+    """Returns the number of rows of a part, and the distance between parts."""
+    assert memory_mnD.stride()[1:] == (memory_mnD.shape[2], 1)
+    return memory_mnD.shape[1], memory_mnD.stride(0)
+
+
+def as_parts(tensor_xD: torch.Tensor) -> torch.Tensor:
+    """Returns the rows as [m, n, D], where parts and rows are any distance apart; copies only if there is no such
+    view."""
+    if tensor_xD.dim() == 3 and tensor_xD.stride(0) != tensor_xD.shape[1] * tensor_xD.stride(1):
+        return with_unit_stride(tensor_xD)
+    return as_rows(tensor_xD)[None]
 
 
 def with_unit_stride(tensor_xD: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from .availability import uses_kernels
 from .derivatives import plain_gradients
+from .layout import NEW, Places
 
 MAX_WIDTH = 8192  # a program holds whole rows
 
@@ -16,19 +17,29 @@ MAX_WIDTH = 8192  # a program holds whole rows
 def rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Returns weight * x / sqrt(mean(x^2) + epsilon); a kernel keeps its input and one number for each row."""
     if takes_norm_kernel(hidden_xD, weight):
-        return _Norm.apply(hidden_xD, weight, epsilon)
+        return _Norm.apply(hidden_xD, None, weight, epsilon, False, NEW)[1]
     return plain_rms_norm(hidden_xD, weight, epsilon)
 
 
+def input_and_rms_norm(
+    hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float, places: Places = NEW
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the input, for its further uses, and its norm: a kernel adds the gradients of both."""
+    if takes_norm_kernel(hidden_xD, weight):
+        return _Norm.apply(hidden_xD, None, weight, epsilon, True, places)
+    return hidden_xD, plain_rms_norm(hidden_xD, weight, epsilon)
+
+
 def add_rms_norm(
-    hidden_xD: torch.Tensor, residual_xD: torch.Tensor, weight: torch.Tensor, epsilon: float
+    hidden_xD: torch.Tensor, residual_xD: torch.Tensor, weight: torch.Tensor, epsilon: float, places: Places = NEW
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the sum of the two, and its norm."""
     alike = hidden_xD.shape == residual_xD.shape and hidden_xD.dtype == residual_xD.dtype
     if alike and takes_norm_kernel(hidden_xD, weight) and uses_kernels(residual_xD):
-        return _AddNorm.apply(hidden_xD, residual_xD, weight, epsilon)
-    sum_xD = hidden_xD + residual_xD
-    return sum_xD, rms_norm(sum_xD, weight, epsilon)  # under autocast the two differ in dtype
+        return _Norm.apply(hidden_xD, residual_xD, weight, epsilon, True, places)
+    return input_and_rms_norm(
+        hidden_xD + residual_xD, weight, epsilon, places
+    )  # under autocast the two differ in dtype
 
 
 def plain_rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -50,53 +61,47 @@ def takes_norm_kernel(hidden_xD: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_xD, weight, epsilon):
-        from .triton_rms_norm import norm
+    """Returns the norm's input, which may be a sum, and the norm; without `keeps`, None for the input.
 
-        normed_xD, scale_n = norm(hidden_xD, weight, epsilon)
-        ctx.save_for_backward(hidden_xD, weight, scale_n)
-        ctx.epsilon = epsilon
-        return normed_xD
+    The kernel of the backward pass adds the gradient of the input's other uses.
+    """
 
     @staticmethod
-    def backward(ctx, gradient_xD):
-        hidden_xD, weight, scale_n = ctx.saved_tensors
-        return *_gradients(ctx, hidden_xD, weight, scale_n, ctx.needs_input_grad[:2], gradient_xD, None), None
+    def forward(ctx, hidden_xD, residual_xD, weight, epsilon, keeps, places):
+        from .triton_rms_norm import add_norm, norm
 
-
-class _AddNorm(torch.autograd.Function):
-    """Adds the sum's own gradient in the kernel of the norm's gradient."""
-
-    @staticmethod
-    def forward(ctx, hidden_xD, residual_xD, weight, epsilon):
-        from .triton_rms_norm import add_norm
-
-        sum_xD, normed_xD, scale_n = add_norm(hidden_xD, residual_xD, weight, epsilon)
-        ctx.save_for_backward(sum_xD, weight, scale_n)
+        if residual_xD is None:
+            normed_xD, scale_n = norm(hidden_xD, weight, epsilon, places.normed)
+            input_xD = hidden_xD
+        else:
+            input_xD, normed_xD, scale_n = add_norm(hidden_xD, residual_xD, weight, epsilon, places.normed)
+        ctx.save_for_backward(input_xD, weight, scale_n)
         ctx.set_materialize_grads(False)  # one of the results may be unused
-        ctx.epsilon = epsilon
-        return sum_xD, normed_xD
+        ctx.epsilon, ctx.places = epsilon, places
+        return input_xD if keeps else None, normed_xD
 
     @staticmethod
-    def backward(ctx, of_sum_xD, of_normed_xD):
-        if of_normed_xD is None:
-            return of_sum_xD, of_sum_xD, None, None
-        sum_xD, weight, scale_n = ctx.saved_tensors
-        needed = any(ctx.needs_input_grad[:2]), ctx.needs_input_grad[2]
-        of_input, of_weight = _gradients(ctx, sum_xD, weight, scale_n, needed, of_normed_xD, of_sum_xD)
-        return of_input, of_input, of_weight, None
+    def backward(ctx, of_kept_xD, of_normed_xD):
+        of_input, of_weight = of_kept_xD, None
+        if of_normed_xD is not None:
+            of_input, of_weight = _gradients(ctx, of_normed_xD, of_kept_xD)
+        of_residual = of_input if ctx.needs_input_grad[1] else None
+        return of_input, of_residual, of_weight, None, None, None
 
 
-def _gradients(ctx, input_xD, weight, scale_n, needed, gradient_xD, other_xD):
-    """Returns the gradients of the norm's input, plus the gradient of its other use, and of the weight."""
+def _gradients(ctx, of_normed_xD, of_kept_xD):
+    """Returns the gradients of the norm's input, plus the gradient of its other uses, and of the weight."""
+    input_xD, weight, scale_n = ctx.saved_tensors
+    needs_input = any(ctx.needs_input_grad[:2])
+    needs_weight = ctx.needs_input_grad[2] and ctx.places.of_weight is None
     if torch.is_grad_enabled():
+        assert ctx.places.of_weight is None
 
         def plain(input_xD, weight):
             return plain_rms_norm(input_xD, weight, ctx.epsilon)
 
-        of_input, of_weight = plain_gradients(plain, (input_xD, weight), needed, gradient_xD)
-        return of_input if other_xD is None or of_input is None else of_input + other_xD, of_weight
+        of_input, of_weight = plain_gradients(plain, (input_xD, weight), (needs_input, needs_weight), of_normed_xD)
+        return of_input if of_kept_xD is None or of_input is None else of_input + of_kept_xD, of_weight
     from .triton_rms_norm import norm_gradients
 
-    return norm_gradients(input_xD, weight, scale_n, gradient_xD, other_xD, needs_weight=needed[1])
+    return norm_gradients(input_xD, weight, scale_n, of_normed_xD, of_kept_xD, needs_weight, ctx.places)

@@ -3,30 +3,24 @@
 Axes: x any axes, m parts of n rows that may lie apart in memory, F intermediate size.
 """
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
 from .availability import uses_kernels
 from .derivatives import plain_gradients
+from .layout import Rows, memory_for
 
 
-class Rows(Protocol):
-    """Memory for results that are read together with the results of other calls: the rows of all calls are adjacent."""
+def silu_product(
+    gate_xF: torch.Tensor, up_xF: torch.Tensor, rows: Rows | None = None, gradient_rows: Rows | None = None
+) -> torch.Tensor:
+    """Returns silu(gate) * up; a kernel keeps only the two for the backward pass.
 
-    def output(self, rows_xF: torch.Tensor) -> torch.Tensor:
-        """Returns memory [m, n, F] for as many rows as the tensor has."""
-
-    def gradient(self, rows_xF: torch.Tensor) -> torch.Tensor:
-        """Returns memory [m, n, 2 F]."""
-
-
-def silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
-    """Returns silu(gate) * up; a kernel keeps only the two for the backward pass, and writes into `rows` if given."""
+    A kernel writes the product to `rows`, and the two gradients side by side to `gradient_rows`, if they are given.
+    """
     alike = gate_xF.shape == up_xF.shape and gate_xF.dtype == up_xF.dtype and gate_xF.device == up_xF.device
     if alike and gate_xF.dim() > 0 and uses_kernels(gate_xF) and uses_kernels(up_xF):
-        return _SiluProduct.apply(gate_xF, up_xF, rows)
+        return _SiluProduct.apply(gate_xF, up_xF, rows, gradient_rows)
     return plain_silu_product(gate_xF, up_xF)
 
 
@@ -36,13 +30,13 @@ def plain_silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor) -> torch.Tens
 
 class _SiluProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_xF, up_xF, rows: Rows | None):
+    def forward(ctx, gate_xF, up_xF, rows: Rows | None, gradient_rows: Rows | None):
         from .triton_swiglu import silu_product_into
 
         ctx.save_for_backward(gate_xF, up_xF)
-        ctx.rows = rows
+        ctx.gradient_rows = gradient_rows
         width = gate_xF.shape[-1]
-        product_mnF = gate_xF.new_empty(1, gate_xF.numel() // width, width) if rows is None else rows.output(gate_xF)
+        product_mnF = memory_for(rows, gate_xF.numel() // width, width, gate_xF)
         silu_product_into(product_mnF, gate_xF, up_xF)
         return product_mnF.view(gate_xF.shape)
 
@@ -53,13 +47,10 @@ class _SiluProduct(torch.autograd.Function):
         gate_xF, up_xF = ctx.saved_tensors
         if torch.is_grad_enabled():
             needed = ctx.needs_input_grad[:2]
-            return *plain_gradients(plain_silu_product, (gate_xF, up_xF), needed, gradient_xF), None
+            return *plain_gradients(plain_silu_product, (gate_xF, up_xF), needed, gradient_xF), None, None
         width = gate_xF.shape[-1]
-        if ctx.rows is None:
-            both_mnF = gate_xF.new_empty(1, gate_xF.numel() // width, 2 * width)
-        else:
-            both_mnF = ctx.rows.gradient(gate_xF)
-        silu_product_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF)
         # Side by side, like the weights that they come from: a single product leads to the input.
+        both_mnF = memory_for(ctx.gradient_rows, gate_xF.numel() // width, 2 * width, gate_xF)
+        silu_product_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF)
         both_xF = both_mnF.view(*gate_xF.shape[:-1], 2 * width)
-        return both_xF[..., :width], both_xF[..., width:], None
+        return both_xF[..., :width], both_xF[..., width:], None, None

@@ -1,8 +1,6 @@
-"""The kernels of `rotary` and `extension`: a program processes some tokens of a row and some heads, and reads the
-tables once.
+"""The kernel of `rotary`: a program processes some tokens of a row and some heads, and reads the tables once.
 
-Axes: R rows of a chunk, T tokens of a chunk, M tokens of a memory, K = M + T keys, H query heads, G key/value heads, E
-head dimension, 1 a broadcast axis.
+Axes: R rows of a chunk, T tokens of a chunk, H heads, E head dimension, 1 a broadcast axis.
 """
 
 import torch
@@ -25,7 +23,7 @@ def rotate_into(
     """Writes x cos + roll(x) sin or, with `inverse`, x cos + roll(x sin)."""
     tensor, cos, sin = with_unit_stride(tensor_RHTE), with_unit_stride(cos_R1TE), with_unit_stride(sin_R1TE)
     _, heads, width, _ = tensor.shape
-    grid, token_blocks, sizes = _launch_sizes(tensor.shape)
+    grid, token_blocks, sizes = launch_sizes(tensor.shape)
     with torch.cuda.device_of(tensor):
         _rotate[grid](
             tensor,
@@ -36,15 +34,15 @@ def rotate_into(
             width,
             token_blocks,
             *tensor.stride()[:3],
-            *_row_and_token_strides(cos),
-            *_row_and_token_strides(sin),
+            *row_and_token_strides(cos),
+            *row_and_token_strides(sin),
             *output_RHTE.stride()[:3],
             INVERSE=inverse,
             **sizes,
         )
 
 
-def _launch_sizes(shape: torch.Size) -> tuple[tuple[int, int], int, dict[str, int]]:
+def launch_sizes(shape: torch.Size) -> tuple[tuple[int, int], int, dict[str, int]]:
     """Returns the grid, its programs along the tokens, and the constants of a kernel that writes a tensor with these
     rows, heads, tokens and head dimension."""
     num_rows, heads, width, size = shape
@@ -56,40 +54,7 @@ def _launch_sizes(shape: torch.Size) -> tuple[tuple[int, int], int, dict[str, in
     return (num_rows * token_blocks, triton.cdiv(heads, HEADS)), token_blocks, constants | {"num_warps": num_warps}
 
 
-def extend_into(
-    key_RGKE: torch.Tensor,
-    value_RGKE: torch.Tensor,
-    memory_key_RGME: torch.Tensor,
-    memory_value_RGME: torch.Tensor,
-    key_RGTE: torch.Tensor,
-    value_RGTE: torch.Tensor,
-    cos_R1TE: torch.Tensor,
-    sin_R1TE: torch.Tensor,
-) -> None:
-    """Writes the memory and then the chunk, its keys rotated, to two contiguous tensors."""
-    inputs = [with_unit_stride(one) for one in (memory_key_RGME, memory_value_RGME, key_RGTE, value_RGTE)]
-    cos, sin = with_unit_stride(cos_R1TE), with_unit_stride(sin_R1TE)
-    _, heads, num_keys, _ = key_RGKE.shape
-    grid, token_blocks, sizes = _launch_sizes(key_RGKE.shape)
-    with torch.cuda.device_of(key_RGKE):
-        _extend[grid](
-            *inputs,
-            cos,
-            sin,
-            key_RGKE,
-            value_RGKE,
-            heads,
-            num_keys - key_RGTE.shape[2],
-            num_keys,
-            token_blocks,
-            *[stride for one in inputs for stride in one.stride()[:3]],
-            *_row_and_token_strides(cos),
-            *_row_and_token_strides(sin),
-            **sizes,
-        )
-
-
-def _row_and_token_strides(table_R1TE: torch.Tensor) -> tuple[int, int]:
+def row_and_token_strides(table_R1TE: torch.Tensor) -> tuple[int, int]:
     return 0 if len(table_R1TE) == 1 else table_R1TE.stride(0), table_R1TE.stride(2)
 
 
@@ -147,79 +112,3 @@ def _rotate(
         place = output + head * output_head
         tl.store(place, rotated_first.to(place.dtype.element_ty), mask=exists)
         tl.store(place + HALF, rotated_second.to(place.dtype.element_ty), mask=exists)
-
-
-@triton.jit
-def _extend(
-    memory_key,
-    memory_value,
-    key,
-    value,
-    cos,
-    sin,
-    key_output,
-    value_output,
-    heads,
-    memory_width,
-    num_keys,
-    token_blocks,
-    memory_key_row,
-    memory_key_head,
-    memory_key_token,
-    memory_value_row,
-    memory_value_head,
-    memory_value_token,
-    key_row,
-    key_head,
-    key_token,
-    value_row,
-    value_head,
-    value_token,
-    cos_row,
-    cos_token,
-    sin_row,
-    sin_token,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = (tl.program_id(0) // token_blocks).to(tl.int64)
-    place = ((tl.program_id(0) % token_blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    element = tl.arange(0, BLOCK)[None, :]
-    is_memory = (place < memory_width) & (element < HALF)
-    is_own = (place >= memory_width) & (place < num_keys) & (element < HALF)
-    token = place - memory_width
-
-    cos += row * cos_row + token * cos_token + element
-    sin += row * sin_row + token * sin_token + element
-    first_cos = tl.load(cos, mask=is_own, other=0.0).to(tl.float32)
-    second_cos = tl.load(cos + HALF, mask=is_own, other=0.0).to(tl.float32)
-    first_sin = tl.load(sin, mask=is_own, other=0.0).to(tl.float32)
-    second_sin = tl.load(sin + HALF, mask=is_own, other=0.0).to(tl.float32)
-
-    memory_key += row * memory_key_row + place * memory_key_token + element
-    memory_value += row * memory_value_row + place * memory_value_token + element
-    key += row * key_row + token * key_token + element
-    value += row * value_row + token * value_token + element
-    for number in range(HEADS):
-        head = (tl.program_id(1) * HEADS + number).to(tl.int64)
-        from_memory, from_own = is_memory & (head < heads), is_own & (head < heads)
-        written = from_memory | from_own
-        # A place is in the memory or in the chunk; loads from the other one are masked.
-        first = tl.load(key + head * key_head, mask=from_own, other=0.0).to(tl.float32)
-        second = tl.load(key + head * key_head + HALF, mask=from_own, other=0.0).to(tl.float32)
-        rotated_first = first * first_cos + second * first_sin
-        rotated_second = second * second_cos + first * second_sin
-        past = memory_key + head * memory_key_head
-        rotated_first += tl.load(past, mask=from_memory, other=0.0).to(tl.float32)
-        rotated_second += tl.load(past + HALF, mask=from_memory, other=0.0).to(tl.float32)
-        output = key_output + ((row * heads + head) * num_keys + place) * (2 * HALF) + element
-        tl.store(output, rotated_first.to(output.dtype.element_ty), mask=written)
-        tl.store(output + HALF, rotated_second.to(output.dtype.element_ty), mask=written)
-        now, past = value + head * value_head, memory_value + head * memory_value_head
-        first = tl.load(now, mask=from_own, other=0.0) + tl.load(past, mask=from_memory, other=0.0)
-        second = tl.load(now + HALF, mask=from_own, other=0.0) + tl.load(past + HALF, mask=from_memory, other=0.0)
-        output = value_output + ((row * heads + head) * num_keys + place) * (2 * HALF) + element
-        tl.store(output, first, mask=written)
-        tl.store(output + HALF, second, mask=written)

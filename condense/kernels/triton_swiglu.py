@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .layout import as_rows
+from .layout import as_rows, part_sizes
+from .triton_layout import row_offset
 
 BLOCK = 1024
 
@@ -17,7 +18,7 @@ def silu_product_into(product_mnF: torch.Tensor, gate_xF: torch.Tensor, up_xF: t
     grid, options = _launch(gate)
     strides = gate.stride(0), up.stride(0)
     with torch.cuda.device_of(gate):
-        _forward[grid](gate, up, product_mnF, gate.shape[1], *strides, *_parts(product_mnF), **options)
+        _forward[grid](gate, up, product_mnF, gate.shape[1], *strides, *part_sizes(product_mnF), **options)
 
 
 def silu_product_gradients_into(
@@ -28,13 +29,7 @@ def silu_product_gradients_into(
     grid, options = _launch(gate)
     strides = gate.stride(0), up.stride(0), gradient.stride(0)
     with torch.cuda.device_of(gate):
-        _backward[grid](gate, up, gradient, both_mnF, gate.shape[1], *strides, *_parts(both_mnF), **options)
-
-
-def _parts(written_mnF: torch.Tensor) -> tuple[int, int]:
-    """Returns the rows of a part, and the distance between parts."""
-    assert written_mnF.stride()[1:] == (written_mnF.shape[2], 1)
-    return written_mnF.shape[1], written_mnF.stride(0)
+        _backward[grid](gate, up, gradient, both_mnF, gate.shape[1], *strides, *part_sizes(both_mnF), **options)
 
 
 def _launch(rows_nF: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -51,7 +46,7 @@ def _forward(gate, up, product, width, gate_stride, up_stride, part_rows, part_s
     g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     value = g * tl.sigmoid(g) * u
-    product += row // part_rows * part_stride + row % part_rows * width
+    product += row_offset(tl.program_id(0), part_rows, part_stride, width)
     tl.store(product + column, value.to(product.dtype.element_ty), mask=inside)
 
 
@@ -69,6 +64,6 @@ def _backward(
     sigmoid = tl.sigmoid(g)
     silu = g * sigmoid
     for_gate = d * u * (sigmoid + silu * (1.0 - sigmoid))
-    both += row // part_rows * part_stride + row % part_rows * 2 * width
+    both += row_offset(tl.program_id(0), part_rows, part_stride, 2 * width)
     tl.store(both + column, for_gate.to(both.dtype.element_ty), mask=inside)
     tl.store(both + width + column, (d * silu).to(both.dtype.element_ty), mask=inside)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from condense.eval.results import Table
+from condense.kernels.attention_inputs import attention_inputs
 from condense.kernels.cross_entropy import cross_entropy_and_gradient, plain_cross_entropy_and_gradient
-from condense.kernels.extension import extend_rotated
 from condense.kernels.rms_norm import add_rms_norm, plain_rms_norm, rms_norm
 from condense.kernels.rotary import plain_rotate, rotate
 from condense.kernels.swiglu import plain_silu_product, silu_product
@@ -116,22 +116,24 @@ def rotations() -> list[list[str]]:
     ]
 
 
-def extensions() -> list[list[str]]:
-    """Times the keys and values of [memory ; segment], of tensors as projections and rotations lay them out."""
-    cos, sin = random(1, 1, SEGMENT, HEAD), random(1, 1, SEGMENT, HEAD)
-    by_token = [random(LAYERS, SEGMENT, GROUPS, HEAD) for _ in range(3)]
+def inputs_of_attention() -> list[list[str]]:
+    """Times rotated queries, and the keys and values of [memory ; segment], of tensors as projections lay them out."""
+    tables = random(1, 1, SEGMENT, HEAD), random(1, 1, SEGMENT, HEAD)
+    own = [random(LAYERS, SEGMENT, heads, HEAD) for heads in (HEADS, GROUPS, GROUPS)]
+    memory = [random(LAYERS, GROUPS, SEGMENT, HEAD) for _ in range(2)]
 
-    def kernel(memory_key, *others):
-        memory_value, key, value = (one.transpose(1, 2) for one in others)
-        return extend_rotated((memory_key, memory_value), key, value, cos, sin)
+    def kernel(query, key, value, *memory):
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        (found,) = attention_inputs(query, key, value, memory, tables)
+        return found
 
-    def plain(memory_key, *others):
-        memory_value, key, value = (one.transpose(1, 2) for one in others)
-        return torch.cat([memory_key, rotate(key, (cos, sin))], dim=2), torch.cat([memory_value, value], dim=2)
+    def plain(query, key, value, *memory):
+        query, key, value = (one.transpose(1, 2) for one in (query, key, value))
+        own = rotate(key, tables), value
+        return rotate(query, tables), *(torch.cat(pair, dim=2) for pair in zip(memory, own, strict=True))
 
-    operation = f"[memory ; segment] of {LAYERS} x {GROUPS} x {SEGMENT} x {HEAD}"
-    inputs = [random(LAYERS, GROUPS, SEGMENT, HEAD), *by_token]
-    return [row(operation, form, function, inputs) for form, function in (("kernel", kernel), ("plain", plain))]
+    operation = f"queries, [memory ; segment] of {LAYERS} x {HEADS}, {GROUPS} x {SEGMENT} x {HEAD}"
+    return [row(operation, form, function, own + memory) for form, function in (("kernel", kernel), ("plain", plain))]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -146,7 +148,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu_kernels: there is no CUDA device.")
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
-    print(Table("fused kernels", COLUMNS, [*losses(), *products(), *norms(), *rotations(), *extensions()]))
+    print(Table("fused kernels", COLUMNS, [*losses(), *products(), *norms(), *rotations(), *inputs_of_attention()]))
 
 
 if __name__ == "__main__":

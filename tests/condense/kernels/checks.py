@@ -8,6 +8,18 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # of norms
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
 
 
+class MemoryInParts:
+    """Rows for a kernel: each part ends before the next one begins."""
+
+    def __init__(self, num_parts):
+        self.num_parts, self.given = num_parts, []
+
+    def memory(self, num_rows, width, like):
+        memory = torch.full((self.num_parts, num_rows // self.num_parts + 2, width), float("nan"), dtype=like.dtype)
+        self.given.append(memory)
+        return memory[:, 1:-1]
+
+
 def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

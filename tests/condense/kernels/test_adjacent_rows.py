@@ -1,16 +1,17 @@
 """The rows of a captured group lie so that the weight gradients of several segments are products without a copy."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
-from condense.execution import captured_groups, cuda_graph, static_sums
-from condense.execution.adjacent_rows import Buffer, GroupRows
+from condense.execution import captured_groups, cuda_graph, stacked_parameters, static_sums
+from condense.execution.adjacent_rows import Buffer, GroupRows, Place
 from condense.execution.cuda_graph import Graphs, Pool
-from condense.kernels import cross_entropy, rms_norm, rotary, swiglu
-from condense.kernels.derivatives import plain_gradients
 
 from ..execution.graphed import trained, uses
-from ..models import assert_same_gradients, gradients, random_ids, tiny_model
+from ..models import MEMORIES, assert_same_gradients, gradients, random_ids, tiny_model
+from .plain_launches import MODULES, replace_launches
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SEGMENT, LENGTH = 5, 28  # five whole segments and a short one
@@ -31,47 +32,82 @@ def computed_again(compute, device, pool=None):
 def without_graphs(monkeypatch):
     graphs = Graphs(lambda device: Pool(None, None), lambda compute, device: compute(), computed_again)
     monkeypatch.setitem(cuda_graph.GRAPHS, "cpu", graphs)
+    monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
 
 
-def plain_product_into(product_mnF, gate_xF, up_xF):
-    product_mnF.copy_(swiglu.plain_silu_product(gate_xF, up_xF).view(product_mnF.shape))
-
-
-def plain_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF):
-    found = plain_gradients(swiglu.plain_silu_product, (gate_xF, up_xF), (True, True), gradient_xF)
-    both_mnF.copy_(torch.cat(found, -1).view(both_mnF.shape))
+CASES = [(1, None, 2), (1, 2, 3), (1, 8, 3), (2, 8, 2), (1, 8, 100)]  # texts, segments of a checkpoint, TOKENS
+FIELDS = {"output": {}, "bias": {"attention_bias": True}, "share": MEMORIES["share"], "detached": {"bptt_segments": 2}}
 
 
 @pytest.fixture
-def few_kernels(monkeypatch):
-    """The interpreter is slow: only the kernel of the gated product, which writes the rows, runs in it."""
-    for module in (cross_entropy, rms_norm, rotary):
-        monkeypatch.setattr(module, "uses_kernels", lambda tensor: False)
+def copied(monkeypatch):
+    """Which sides of each product for weight gradients were copied, by the widths of its input and outputs: the input,
+    or the gradients."""
+    found, joined = defaultdict(set), []
+    plain, add_waiting = static_sums._joined, static_sums.StaticSums._add_waiting
+
+    def join(parts):
+        joint = plain(parts)
+        joined.append(joint.data_ptr() != parts[0].data_ptr())
+        return joint
+
+    def add(sums, key):
+        joined.clear()
+        add_waiting(sums, key)
+        found[key[1][0].weights[0].shape[1], *(len(one.weights[0]) for one in key[1])] |= {
+            side for side, was_copied in zip(("input", "gradients"), joined, strict=True) if was_copied
+        }
+
+    monkeypatch.setattr(static_sums, "_joined", join)
+    monkeypatch.setattr(static_sums.StaticSums, "_add_waiting", add)
+    return found
 
 
-CASES = [(1, None, 2), (1, 2, 3), (1, 8, 3), (2, 8, 2), (1, 8, 100)]  # one runs the kernel itself
+@pytest.fixture
+def without_kernels(monkeypatch):
+    def switch_off():
+        for module in MODULES:
+            monkeypatch.setattr(module, "uses_kernels", lambda tensor: False)
+
+    return switch_off
 
 
 @pytest.mark.parametrize("is_wave", [False, True], ids=["in order", "in a wave"])
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
 @pytest.mark.parametrize(("batch", "group", "waiting"), CASES)
-@pytest.mark.usefixtures("few_kernels")
-def test_gradients(batch, group, waiting, is_wave, noted, monkeypatch):
+def test_gradients(batch, group, waiting, fields, is_wave, copied, without_kernels, monkeypatch):
+    """The output of attention is copied, and gradients of a layer's end that has no norm beside it: with a share, or
+    with a detached memory. All others lie where a product reads them."""
+    replace_launches(monkeypatch)
     monkeypatch.setattr(static_sums, "TOKENS", waiting * batch * SEGMENT)
     monkeypatch.setattr(captured_groups, "WAVE_TOKENS", 1000 if is_wave else 1)
-    if (batch, group, waiting) != CASES[1]:
-        monkeypatch.setattr("condense.kernels.triton_swiglu.silu_product_into", plain_product_into)
-        monkeypatch.setattr("condense.kernels.triton_swiglu.silu_product_gradients_into", plain_gradients_into)
     ids = random_ids(batch, LENGTH)
-    model = uses(trained(group, dtype=torch.float32), ids, times=1)
-    joined = noted(static_sums, "_joined")
+    found = gradients(uses(trained(group, dtype=torch.float32, **fields), ids, times=1), ids)
+    if batch > 1 and is_wave:  # several texts of a wave have no constant distance
+        assert all(sides == {"input", "gradients"} for sides in copied.values())
+    else:
+        with_norm = not {"memory_share", "bptt_segments"} & set(fields)
+        assert copied == {
+            (24, 32, 16, 16): set(),  # queries, keys and values
+            (32, 24): {"input"},
+            (24, 40, 40): set(),
+            (40, 24): set() if with_norm else {"gradients"},
+            (24, 16, 16): set(),  # keys and values of the memory
+        }
+    without_kernels()
+    reference = tiny_model(torch.float32, schedule="sequential", **fields)
+    assert_same_gradients(found, gradients(reference, ids), 2e-5)
+
+
+def test_with_the_kernels_themselves(copied, without_kernels, monkeypatch):
+    monkeypatch.setattr(static_sums, "TOKENS", 3 * SEGMENT)
+    ids = random_ids(1, 4 * SEGMENT)
+    model = uses(trained(2, dtype=torch.float32), ids, times=1)
     found = gradients(model, ids)
-    of_mlp = [
-        result.data_ptr() != parts[0].data_ptr()
-        for (parts,), _, result in joined
-        if result.shape[1] == model.config.intermediate_size and len(parts) > 1
-    ]
-    assert of_mlp and any(of_mlp) == (batch > 1 and is_wave), "texts of a wave have no constant distance"
-    monkeypatch.setattr(swiglu, "uses_kernels", lambda tensor: False)
+    sums = model.model.layers._captured_groups.sums
+    assert not sums._partials and not sums._waiting, "they are memory of a capture"
+    assert copied[24, 40, 40] == copied[24, 32, 16, 16] == set()
+    without_kernels()
     assert_same_gradients(found, gradients(tiny_model(torch.float32, schedule="sequential"), ids), 2e-5)
 
 
@@ -88,9 +124,13 @@ def test_parts_of_a_buffer_share_memory_and_no_version():
 
 def test_a_group_holds_nothing_after_its_backward_pass():
     group = GroupRows(num_layers=2, num_segments=3, kept=2)
-    rows = group.of_band(7, slice(0, 1))
-    storage = rows.gradient(torch.zeros(1, 5, 4)).untyped_storage()._cdata
-    assert group.of_band(7, slice(0, 2)).gradient(torch.zeros(2, 5, 4)).untyped_storage()._cdata == storage
-    assert rows.output(torch.zeros(1, 5, 4)).untyped_storage()._cdata != storage
+    outputs, gradients_of_outputs = Place(7, of_gradients=False), Place(7, of_gradients=True)
+
+    def storage(place, num_layers):
+        band = group.of_band(place, slice(0, num_layers))
+        return band.memory(5 * num_layers, 4, torch.zeros(1)).untyped_storage()._cdata
+
+    first = storage(gradients_of_outputs, 1)
+    assert storage(gradients_of_outputs, 2) == first != storage(outputs, 1)
     group.clear()
     assert not group._buffers

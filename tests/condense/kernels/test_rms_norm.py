@@ -3,9 +3,10 @@ import torch
 import torch.nn.functional as F
 
 from condense.kernels import rms_norm as module
-from condense.kernels.rms_norm import add_rms_norm, plain_rms_norm, rms_norm
+from condense.kernels.layout import Places
+from condense.kernels.rms_norm import add_rms_norm, input_and_rms_norm, plain_rms_norm, rms_norm
 
-from .checks import assert_near, assert_same_function, assert_same_second_derivatives, dtypes, random
+from .checks import MemoryInParts, assert_near, assert_same_function, assert_same_second_derivatives, dtypes, random
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.unit]
 
@@ -48,6 +49,69 @@ def test_norm(shape, weight_shape):
 def test_norm_of_a_sum(shape, weight_shape):
     inputs = [random(*shape), random(*shape, seed=1), 1 + random(*weight_shape, seed=2)]
     assert_same_function(add_rms_norm, plain_add_rms_norm, inputs, [EPSILON], num_outputs=2)
+
+
+@shapes
+@pytest.mark.usefixtures("tiles", "only_the_kernel")
+def test_norm_and_its_input(shape, weight_shape):
+    """The gradients of both uses of the input come from the kernel."""
+
+    def plain(hidden, weight, epsilon):
+        return hidden, plain_rms_norm(hidden, weight, epsilon)
+
+    inputs = [random(*shape), 1 + random(*weight_shape, seed=1)]
+    assert_same_function(input_and_rms_norm, plain, inputs, [EPSILON], num_outputs=2)
+
+
+class Partials:
+    def __init__(self, groups):
+        self.groups = groups
+        self.total = None
+
+    def memory(self, num_parts, width, like):
+        if self.total is None:
+            self.total = torch.zeros(self.groups, num_parts, width)
+        assert self.total.shape[1:] == (num_parts, width), "all bands have the same parts"
+        return self.total
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["norm", "norm of a sum"])
+@pytest.mark.parametrize("num_parts", [1, 4])
+@pytest.mark.usefixtures("tiles")
+def test_places(num_parts, adds):
+    """Rows in parts that lie apart; the gradients of weights of two calls are added up, and of two bands of layers."""
+    rows, of_rows, partials = MemoryInParts(num_parts), MemoryInParts(num_parts), Partials(groups=2)
+    places = Places(rows, of_rows, partials)
+    weight = (1 + random(2, 5, seed=1)).requires_grad_()
+    inputs = [random(4, 3, 5, seed=seed).requires_grad_() for seed in (2, 3)[: 1 + adds]]
+    found = (
+        add_rms_norm(*inputs, weight, EPSILON, places) if adds else input_and_rms_norm(*inputs, weight, EPSILON, places)
+    )
+    factors = [random(4, 3, 5, seed=seed) for seed in (4, 5)]
+    strided = MemoryInParts(4).memory(12, 5, factors[0]).copy_(factors[0])  # as from another kernel's places
+    exact = [tensor.detach().double().requires_grad_() for tensor in (*inputs, weight)]
+    total = sum(exact[:-1])
+    expected = total, plain_rms_norm(total, exact[-1], EPSILON)
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other)
+    of_inputs = torch.autograd.grad(found, inputs, [strided, factors[1]], retain_graph=True)
+    *of_exact, of_weight = torch.autograd.grad(expected, exact, [factor.double() for factor in factors])
+    for one, other in zip(of_inputs, of_exact, strict=True):
+        assert_near(one, other)
+    assert_near(partials.total.sum(1), of_weight)
+    assert torch.autograd.grad(found[1], weight, factors[1], allow_unused=True) == (None,)
+    assert_near(partials.total.sum(1), 2 * of_weight)
+    for memory in (rows, of_rows):
+        for given in memory.given:
+            assert given[:, [0, -1]].isnan().all() and not given[:, 1:-1].isnan().any()
+
+
+def test_fewer_groups_have_no_more_programs(tiles):
+    from condense.kernels.triton_rms_norm import _programs
+
+    for tiles_of_group in range(1, 40):
+        most = _programs(tiles_of_group, 1)[1]
+        assert all(_programs(tiles_of_group, groups)[1] <= most for groups in range(1, 9))
 
 
 @pytest.mark.usefixtures("only_the_kernel")

@@ -38,7 +38,7 @@ from .kernels.swiglu import silu_product
 from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk
-from .shared_weights import used
+from .shared_weights import collects_rows, used
 from .transforms import is_transformed
 
 
@@ -160,6 +160,8 @@ def project(input_RTD: torch.Tensor, *linears: nn.Module) -> list[torch.Tensor]:
 def rows_for(module: nn.Module, name: str, like_RTx: torch.Tensor, of_gradients: bool = False) -> Rows | None:
     """Returns the memory to write the input of a linear map of the module to, or the gradients of its outputs and of
     those with the same input. A stack may read these of several segments as one; None for new tensors."""
+    if not collects_rows():
+        return None
     rows = getattr(getattr(module, name, None), "rows", None)  # the module may be another in its place
     return None if rows is None else rows(like_RTx, of_gradients)
 
@@ -303,10 +305,10 @@ def blend(input_RTD: torch.Tensor, output_RTD: torch.Tensor, share: float) -> to
 
 
 class LayerPlaces(NamedTuple):
-    attention: Places  # of the input's norm
-    mlp: Places  # of the norm after attention
-    memory: Places  # of the norm of the output
-    of_memory: Rows | None  # for the gradients of the memory's keys and values
+    attention: Places = NEW  # of the input's norm
+    mlp: Places = NEW  # of the norm after attention
+    memory: Places = NEW  # of the norm of the output
+    of_memory: Rows | None = None  # for the gradients of the memory's keys and values
 
 
 class CondenseDecoderLayer(nn.Module):
@@ -342,6 +344,8 @@ class CondenseDecoderLayer(nn.Module):
     def _places(self, input_RTD: torch.Tensor) -> LayerPlaces:
         """Returns the places of the norms' results, which the linear maps beside the norms read; asked for in every
         call, because they depend on the number of calls."""
+        if not collects_rows():
+            return LayerPlaces()
         attention, mlp = self.self_attn, self.mlp
         return LayerPlaces(
             Places(rows_for(attention, "q_proj", input_RTD)),

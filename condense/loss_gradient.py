@@ -16,8 +16,9 @@ from .kernels.cross_entropy import cross_entropy_and_gradient
 from .layers import RMSNorm, has_hooks, rms_norm
 from .linear import Linear, linear
 from .products import add_product
-from .shared_weights import WeightSum, active_weights, may_be_summed, sum_dtype
+from .shared_weights import active_weights, may_be_summed
 from .transforms import autocast_dtype, is_transformed
+from .weight_sum import WeightSum, sum_dtype
 
 GPU_PART = 4  # each part reads and writes the head's gradient sum, and has nothing else of the logits' size
 

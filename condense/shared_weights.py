@@ -24,102 +24,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from .kernels.layout import PartialSums, Rows
-from .products import add_product, add_products, side_by_side, stacked_products
+from .products import side_by_side, stacked_products
 from .transforms import autocast_dtype, is_transformed
+from .weight_sum import WeightSum
 
 Gradients = Sequence[torch.Tensor | None]
 _of_thread = threading.local()  # backward passes run in threads of their own
-
-
-class WeightSum:
-    """The sum of the gradients of the uses of some weights, as one tensor, in one backward pass.
-
-    A pass that asks for the gradients of other tensors never reaches the weights: the next pass begins a new sum.
-    Autograd keeps this object, so it must not hold tensors of a graph.
-    """
-
-    def __init__(
-        self, weights: Sequence[torch.Tensor], is_stack: bool, every_pass: bool, total: torch.Tensor | None = None
-    ):
-        self.weights, self.is_stack, self.every_pass = weights, is_stack, every_pass
-        self._total = total
-        self._backward_pass: int | None = None
-        self._given: torch.Tensor | None = None
-        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def give(self, gradient: torch.Tensor) -> None:
-        """Adds the whole gradient of another use of a weight, in the weight's dtype; `gradient` may be overwritten."""
-        self.total()  # of this pass
-        self._given = gradient if self._given is None else self._given.add_(gradient)
-
-    def add(self, gradient: torch.Tensor, members: slice | None = None) -> None:
-        """Adds the gradient of a weight, or of some `members` [m, ...] of a stack."""
-        if members is None and self.total() is None:
-            self._total = gradient.to(sum_dtype(gradient.dtype), copy=True)
-        else:
-            total = self.total_or_zeros(gradient)
-            (total if members is None else total[members]).add_(gradient)
-
-    def add_product(self, left_xOn: torch.Tensor, right_xnI: torch.Tensor, members: slice | None = None) -> None:
-        """Adds a product to the gradient of a weight, or m products to the gradients of some `members` of a stack."""
-        if members is None and self.total() is None:
-            self.add(left_xOn @ right_xnI)
-        elif members is None:
-            add_product(self.total_or_zeros(left_xOn), left_xOn, right_xnI)
-        else:
-            add_products(self.total_or_zeros(left_xOn)[members], left_xOn, right_xnI)
-
-    def add_rows(self, index_n: torch.Tensor, gradient_nD: torch.Tensor) -> None:
-        """Adds to rows of a matrix; an index may occur several times. Rows wait while there are fewer of them than the
-        matrix has, because a full-size sum takes longer to write and read."""
-        if self.total() is None and sum(len(index) for index, _ in self._rows) + len(index_n) < len(self.weights[0]):
-            self._rows.append((index_n, gradient_nD))
-        else:
-            total = self.total_or_zeros(gradient_nD)
-            total.index_add_(0, index_n, gradient_nD.to(total.dtype))
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Returns the gradient of each weight in its dtype, None if there is none, and forgets the sum."""
-        total, given, rows = self.total(), self._given, self._rows
-        self._forget()
-        if given is not None:
-            total = given if total is None else total.add_(given)
-        if rows:
-            total = torch.zeros_like(self.weights[0]) if total is None else total
-            row_n, sum_nD = _sums_by_row(*map(torch.cat, zip(*rows, strict=True)))
-            total.index_add_(0, row_n, sum_nD.to(total.dtype))
-        if total is None:
-            return [None] * len(self.weights)
-        parts = total.unbind(0) if self.is_stack else [total]
-        return [part.to(weight.dtype) for part, weight in zip(parts, self.weights, strict=True)]
-
-    def _forget(self) -> None:
-        self._total, self._given, self._rows = None, None, []
-
-    def total(self) -> torch.Tensor | None:
-        """Returns the sum so far, without given gradients and waiting rows."""
-        backward_pass = None if self.every_pass else torch._C._current_graph_task_id()
-        if self._backward_pass != backward_pass:
-            self._forget()
-            self._backward_pass = backward_pass
-        return self._total
-
-    def total_or_zeros(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.total() is None:
-            first, stacked = self.weights[0], (len(self.weights),) if self.is_stack else ()
-            self._total = gradient.new_zeros((*stacked, *first.shape), dtype=sum_dtype(gradient.dtype))
-        assert self._total is not None
-        return self._total
-
-
-def _sums_by_row(index_n: torch.Tensor, gradient_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each index once, and the sum [n, D] of its gradients in float32; the rest are zeros, for row 0. The host
-    need not know the number of indices."""
-    sorted_n, order_n = index_n.sort()
-    place_n = torch.cat([sorted_n.new_zeros(1), (sorted_n.diff() != 0).cumsum(0)])
-    sum_nD = gradient_nD.new_zeros(gradient_nD.shape, dtype=sum_dtype(gradient_nD.dtype))
-    sum_nD.index_add_(0, place_n, gradient_nD[order_n].to(sum_nD.dtype))
-    return torch.zeros_like(sorted_n).scatter_(0, place_n, sorted_n), sum_nD
 
 
 class SharedWeights:
@@ -129,6 +39,8 @@ class SharedWeights:
     backward passes, and `deliver` ends them. `sums` is False for a call of a single chunk, whose weights have one use.
     `every_dtype`: there are sums of weights in float32 and float64, too.
     """
+
+    collects_rows = False
 
     def __init__(
         self,
@@ -233,6 +145,12 @@ def active_weights() -> SharedWeights | None:
     return None if torch.compiler.is_compiling() else getattr(_of_thread, "weights", None)
 
 
+def collects_rows() -> bool:
+    """Returns whether some results have a place in memory beside those of other calls."""
+    weights = active_weights()
+    return weights is not None and weights.collects_rows
+
+
 def for_recomputation(function: Callable) -> Callable:
     """Wraps a function that a checkpoint runs again: it gets the sums active now, and checks for changed weights."""
     if (weights := active_weights()) is None:
@@ -244,10 +162,6 @@ def for_recomputation(function: Callable) -> Callable:
             return function(*arguments)
 
     return run
-
-
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedWeights | None:

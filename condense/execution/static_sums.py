@@ -22,7 +22,8 @@ import torch
 from torch import nn
 
 from ..products import add_product, side_by_side
-from ..shared_weights import Gradients, SharedWeights, WeightSum, sum_dtype
+from ..shared_weights import Gradients, SharedWeights
+from ..weight_sum import WeightSum, sum_dtype
 from .adjacent_rows import BandRows, GroupRows, Place
 from .stacked_parameters import JOINED
 from .stacking import Stack
@@ -95,6 +96,10 @@ class StaticSums(SharedWeights):
         if key not in self._partials:
             self._partials[key] = like.new_zeros(self._num_layers, num_parts, width, dtype=torch.float32)
         return self._partials[key]
+
+    @property
+    def collects_rows(self) -> bool:  # type: ignore[override]
+        return self._rows is not None
 
     @property
     def weights(self) -> list[nn.Parameter]:

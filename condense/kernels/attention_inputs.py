@@ -29,12 +29,14 @@ def takes_attention_kernels(
     """Returns whether the kernels take the inputs: queries, keys and values have heads of one size, and a memory has
     the chunk's heads. `query_RHTE` is None for `memory_of`."""
 
+    if not takes_rotary_kernel(key_RGTE, tables) or key_RGTE.shape != value_RGTE.shape:
+        return False
+
     def kind(tensor: torch.Tensor) -> tuple:
         return tensor.dtype, tensor.device, tensor.shape[-1]
 
     others = [one for one in (query_RHTE, value_RGTE, *(memory or ())) if one is not None]
-    alike = all(one.dim() == 4 and kind(one) == kind(key_RGTE) and uses_kernels(one) for one in others)
-    if not alike or key_RGTE.shape != value_RGTE.shape or not takes_rotary_kernel(key_RGTE, tables):
+    if not all(one.dim() == 4 and kind(one) == kind(key_RGTE) and uses_kernels(one) for one in others):
         return False
     return memory is None or (memory[0].shape == memory[1].shape and memory[0].shape[1] == key_RGTE.shape[1])
 

@@ -5,7 +5,7 @@ Axes: n target tokens, V vocabulary.
 
 import torch
 
-from ..shared_weights import sum_dtype
+from ..weight_sum import sum_dtype
 from .availability import uses_kernels
 from .layout import with_unit_stride
 

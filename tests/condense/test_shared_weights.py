@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import condense.loss
 from condense import CondenseForCausalLM, modeling, shared_weights
 from condense.execution.pipeline_parallel import PipelineStage
-from condense.shared_weights import SharedWeights, WeightSum
+from condense.shared_weights import SharedWeights
+from condense.weight_sum import WeightSum
 
 from .execution.recording import recorded_graphs
 from .models import random_ids, tiny_model, torch_checkpoint

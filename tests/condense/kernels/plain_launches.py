@@ -6,7 +6,6 @@ import torch
 from condense.kernels import attention_inputs, cross_entropy, rms_norm, rotary, swiglu
 from condense.kernels.layout import memory_for
 
-
 MODULES = attention_inputs, cross_entropy, rms_norm, rotary, swiglu
 
 

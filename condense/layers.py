@@ -206,6 +206,10 @@ class CondenseAttention(nn.Module):
         tensor_RxTE = tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return tensor_RxTE if norm is None else norm(tensor_RxTE).to(tensor_RxTE.dtype)  # float32 under autocast
 
+    def _gradient_rows(self, name: str, normed_RTD: torch.Tensor) -> Rows | None:
+        """Returns the memory for the gradients of projections; None if norms of the heads come between."""
+        return rows_for(self, name, normed_RTD, of_gradients=True) if self.k_norm is None else None
+
     def project_memory(
         self, normed_RTD: torch.Tensor, metadata: AttentionMetadata, gradient_rows: Rows | None = None
     ) -> Memory:
@@ -227,7 +231,7 @@ class CondenseAttention(nn.Module):
         query_RTx, key_RTx, value_RTx = project(normed_RTD, self.q_proj, self.k_proj, self.v_proj)
         query_RHTE, value_RGTE = self._heads(query_RTx, self.q_norm), self._heads(value_RTx)
         key_RGTE = self._heads(key_RTx, self.k_norm)
-        gradient_rows = rows_for(self, "q_proj", normed_RTD, of_gradients=True)
+        gradient_rows = self._gradient_rows("q_proj", normed_RTD)
         output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata, gradient_rows))
         if not remembers_input:
             return output_RTD, None

@@ -10,7 +10,7 @@ target tokens.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from .configuration import IGNORE_INDEX
+from .host_copy import HostCopy
 from .loss_gradient import head_gradients
 from .segmentation import Chunk, UnpaddedBatch, on_device
 from .shared_weights import for_recomputation
@@ -36,15 +37,27 @@ def max_tokens(vocab_size: int) -> int:
 
 
 class Targets:
-    """The next tokens that the tokens of a call predict."""
+    """The next tokens that the tokens of a call predict.
+
+    The host reads labels on a device when it first needs targets, after it has launched the layers: it would wait for
+    all earlier work of the device, such as the backward pass of the step before.
+    """
 
     def __init__(self, batch: UnpaddedBatch, labels_BN: torch.Tensor):
-        self.batch = batch
-        self.targets_BN = batch.next_labels(labels_BN.cpu().long(), IGNORE_INDEX)
+        self.batch, self._labels = batch, HostCopy(labels_BN)
         self.targets_on_device_BN: torch.Tensor | None = None  # copied once the device is known
-        counted_BN = self.targets_BN != IGNORE_INDEX
-        self.number = int(counted_BN.sum())
-        self._before_column = [0, *counted_BN.sum(0).cumsum(0).tolist()]
+
+    @cached_property
+    def targets_BN(self) -> torch.Tensor:
+        return self.batch.next_labels(self._labels.values().long(), IGNORE_INDEX)
+
+    @cached_property
+    def number(self) -> int:
+        return self._before_column[-1]
+
+    @cached_property
+    def _before_column(self) -> list[int]:
+        return [0, *(self.targets_BN != IGNORE_INDEX).sum(0).cumsum(0).tolist()]
 
     def of(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the chunk's hidden states [n, D] that have a target, and the targets [n]."""

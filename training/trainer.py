@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerControl
 
+from condense.host_copy import HostCopy
 from condense.progress import ProgressBar
 
 from .allocator import cuda_memory
@@ -59,23 +60,17 @@ class PendingLosses:
     """Losses of micro-batches, copied to the host without waiting: the host first launches the backward pass."""
 
     def __init__(self) -> None:
-        self.copies: list[tuple[str, torch.Tensor, torch.cuda.Event | None]] = []
+        self.copies: list[tuple[str, HostCopy]] = []
 
     def add(self, where: str, loss: torch.Tensor) -> None:
-        on_host = loss.detach().to("cpu", non_blocking=loss.is_cuda)  # into pinned memory
-        copied = torch.cuda.Event() if loss.is_cuda else None
-        if copied is not None:
-            copied.record()
-        self.copies.append((where, on_host, copied))
+        self.copies.append((where, HostCopy(loss)))
 
     def check(self) -> None:
         """Raises `FloatingPointError` if a loss is not finite."""
         copies, self.copies = self.copies, []
-        for where, on_host, copied in copies:
-            if copied is not None:
-                copied.synchronize()
-            if not math.isfinite(on_host.item()):
-                raise FloatingPointError(f"{where} is {on_host.item()}. {UNTOUCHED}")
+        for where, copy in copies:
+            if not math.isfinite(loss := copy.values().item()):
+                raise FloatingPointError(f"{where} is {loss}. {UNTOUCHED}")
 
 
 def by_octave(losses_S: torch.Tensor, targets_S: torch.Tensor) -> dict[str, float]:

@@ -17,7 +17,7 @@ from ..configuration import CondenseConfig
 from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
 from .graph import graph_stack, has_whole_segments
-from .stacking import REMEDY, Stack, check_stackable, is_stackable
+from .stacking import REMEDY, Stack, check_stackable, has_stack, is_stackable
 
 # Measured on two CPU cores: docs/results/schedules.
 CPU_SAVED_LAUNCHES = 6
@@ -98,12 +98,13 @@ def _graph_stack_of_auto(
     weight = next(layers.parameters(), None)
     if weight is None or weight.device.type not in CAPTURING_DEVICES or not torch.is_grad_enabled():
         return None
-    if {parameter.requires_grad for parameter in layers.parameters()} != {True}:
+    if not has_stack(layers) and not all(parameter.requires_grad for parameter in layers.parameters()):
         return None
     try:
-        return graph_stack(config, layers, hidden_dtype, has_durations, sharded)
+        stack = graph_stack(config, layers, hidden_dtype, has_durations, sharded)
     except ValueError:
         return None
+    return stack if stack.is_trained else None
 
 
 def choose_schedule(

@@ -52,6 +52,7 @@ class Stack:
         self.parameters = stacked_parameters(layers)
         self.arrangement = _arrangement(layers)
         self.is_apart = any(one.tensor_mx is None for one in self.parameters.values())
+        self.is_trained = all(weight.requires_grad for one in self.parameters.values() for weight in one.all)
         self._bands: dict[tuple[int, int, bool], nn.Module] = {}
 
     def band(self, first: int, end: int) -> nn.Module:
@@ -89,6 +90,11 @@ def stack_of(layers: nn.ModuleList) -> Stack:
             _check_alike(layers)
             stack = layers.__dict__["_stack"] = Stack(layers)
         return stack
+
+
+def has_stack(layers: nn.ModuleList) -> bool:
+    """Returns whether the layers have been stacked before; they may have changed since."""
+    return "_stack" in layers.__dict__
 
 
 def _current_stack(layers: nn.ModuleList) -> Stack | None:

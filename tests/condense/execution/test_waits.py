@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from condense import FoldedCache
+from condense import FoldedCache, modeling
+from condense.host_copy import HostCopy
 
-from ..models import random_ids, tiny_model, torch_checkpoint
+from ..models import gradients, random_ids, tiny_model, torch_checkpoint
+from .recording import recorded_graphs
 
 
 class Copies(TorchDispatchMode):
@@ -59,6 +61,34 @@ def test_segments_neither_copy_to_the_device_nor_read_back(schedule, mode):
 
     few, many = (num_copies(lambda segments=segments: call(segments)) for segments in (4, 8))
     assert 0 < many <= few
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "wavefront", "graph"])
+def test_labels_are_read_back_after_layers_are_launched(schedule, monkeypatch):
+    """Before, the host would wait for the device to end the step before, and the device then for the host."""
+    recorded_graphs(monkeypatch)
+    model, ids, order = tiny_model(schedule=schedule).train(), random_ids(2, 23), []
+    gradients(model, ids)  # a graph is captured at the second use
+    values, make = HostCopy.values, modeling.make_executor
+
+    def make_noting(*arguments):
+        executor = make(*arguments)
+        for name in ("submit", "finish"):
+            method = getattr(executor, name)
+
+            def noting(*metadata, method=method):
+                outputs = method(*metadata)
+                order.extend(["launched"] * len(outputs))
+                return outputs
+
+            setattr(executor, name, noting)
+        return executor
+
+    monkeypatch.setattr(modeling, "make_executor", make_noting)
+    monkeypatch.setattr(HostCopy, "values", lambda copy: order.append("read") or values(copy))
+    gradients(model, ids)
+    assert order.index("read") == (5 if schedule == "graph" else 1)  # chunks whose last layer was launched
+    assert order.count("read") == 1
 
 
 @torch.no_grad()

@@ -218,7 +218,8 @@ class CondenseAttention(nn.Module):
         own, tables = (self._heads(key_RTx, self.k_norm), self._heads(value_RTx)), metadata.memory_rotary
         if takes_attention_kernels(None, *own, None, tables):
             return Memory(*memory_of(*own, tables, gradient_rows))
-        return Memory(rotate(own[0], tables), own[1])
+        # A view made after the rotation: its gradient comes first, and needs less memory.
+        return Memory(rotate(own[0], tables), self._heads(value_RTx))
 
     def forward(
         self,
@@ -336,8 +337,9 @@ class CondenseDecoderLayer(nn.Module):
         residual_RTD, normed_RTD = norm_of_sum(self.post_attention_layernorm, attention_RTD, input_RTD, places.mlp)
         from_output = self.memory_share.takes_output and not has_hooks(self.memory_share)
         if metadata.writes_memory and from_output and not any(metadata.detach_R):
-            mlp_RTD = self.mlp(normed_RTD)
-            output_RTD, normed_RTD = norm_of_sum(self.input_layernorm, mlp_RTD, residual_RTD, places.memory)
+            output_RTD, normed_RTD = norm_of_sum(
+                self.input_layernorm, self.mlp(normed_RTD), residual_RTD, places.memory
+            )
             return output_RTD, self.self_attn.project_memory(normed_RTD, metadata, places.of_memory)
         output_RTD = residual_RTD + self.mlp(normed_RTD)
         if from_input or not metadata.writes_memory:

@@ -8,6 +8,7 @@ Axes: D hidden size, V vocabulary, n target tokens.
 """
 
 from collections.abc import Callable, Sequence
+from math import ceil
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from .shared_weights import active_weights, may_be_summed
 from .transforms import autocast_dtype, is_transformed
 from .weight_sum import WeightSum, sum_dtype
 
-GPU_PART = 4  # each part reads and writes the head's gradient sum, and has nothing else of the logits' size
+# Each part reads and writes the head's gradient sum, and has nothing else of the logits' size.
+GPU_BYTES = 16  # of logits, for each of MAX_LOGITS: 1 GiB
 
 
 class HeadGradients:
@@ -43,7 +45,7 @@ class HeadGradients:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the sum of -log p(target) in float32 (float64 for float64 models), and its terms [n], detached.
 
-        `max_tokens` have logits at a time, on a GPU `GPU_PART` times as many.
+        At most `max_tokens` have logits at a time, on a GPU more; see `part_tokens`.
         """
         if self.tied is None and (weights := active_weights()) is not None and self.head_weights[0].requires_grad:
             self.tied = weights.begun(self.head_weights[0])
@@ -124,15 +126,17 @@ def _is_plain(module: nn.Module) -> bool:
     return all(type(weight) in (nn.Parameter, type(None)) for weight in module._parameters.values())
 
 
-def part_tokens(max_tokens: int, device_type: str) -> int:
-    """Returns the number of tokens that have logits at a time."""
-    return max_tokens * (1 if device_type == "cpu" else GPU_PART)
+def part_tokens(num_tokens: int, max_tokens: int, device_type: str, itemsize: int) -> int:
+    """Returns the number of a block's tokens that have logits at a time: parts of equal size, except the last."""
+    most = max_tokens * (1 if device_type == "cpu" else GPU_BYTES // itemsize)
+    return ceil(num_tokens / ceil(num_tokens / most)) if num_tokens else 1
 
 
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gradients: HeadGradients, max_tokens: int, target_n, hidden_nD):
-        at_once = part_tokens(max_tokens, hidden_nD.device.type)
+        itemsize = gradients.head_weights[0].dtype.itemsize
+        at_once = part_tokens(len(hidden_nD), max_tokens, hidden_nD.device.type, itemsize)
         parts = zip(hidden_nD.split(at_once), target_n.split(at_once), strict=True)
         losses, found = zip(*(gradients.compute(*part) for part in parts), strict=True)
         ctx.save_for_backward(None if found[0] is None else _joined(found))

@@ -97,6 +97,22 @@ def test_logits_are_computed_once(schedule, group, dtype):
     assert products.count == 6 * (ids.numel() - 1) * VOCAB * model.config.hidden_size
 
 
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "device", "itemsize", "expected"),
+    [
+        (4095, 128_256, "cuda", 2, 4095),  # a block of the loss in a single part
+        (4095, 128_256, "cuda", 4, 2048),
+        (4096, 151_936, "cuda", 2, 2048),  # 3,528 fit: two parts of equal size
+        (4096, 128_256, "cpu", 4, 512),
+        (0, 128_256, "cuda", 2, 1),
+    ],
+)
+def test_tokens_that_have_logits_at_a_time(tokens, vocabulary, device, itemsize, expected):
+    found = loss_gradient.part_tokens(tokens, loss.max_tokens(vocabulary), device, itemsize)
+    assert found == expected
+    assert device == "cpu" or found * vocabulary * itemsize <= 2**30
+
+
 @pytest.mark.parametrize("num_items", [None, 5])
 @pytest.mark.parametrize(
     ("tied", "frozen"), [(False, None), (True, None), (False, "lm_head"), (False, "model"), (True, "model.layers")]

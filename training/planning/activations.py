@@ -125,8 +125,8 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
 
 def _loss(config: LlamaConfig, recipe: Recipe, a_pass: Pass, at_once: bool) -> int:
     """Returns the bytes of a folded model's logits, and of the tensors computed from them, that exist at a time."""
-    block, part = _tokens_of_loss(config, a_pass, at_once)
     size = element_size(recipe)
+    block, part = _tokens_of_loss(config, a_pass, size, at_once)
     if not at_once:
         return part * config.vocab_size * FLOAT32 * LOGIT_COPIES
     # A block's hidden states wait. A part of them is normed; the norm's backward pass runs when the logits are gone.
@@ -135,12 +135,12 @@ def _loss(config: LlamaConfig, recipe: Recipe, a_pass: Pass, at_once: bool) -> i
     return hidden + max(logits + 2 * normed, 6 * normed)
 
 
-def _tokens_of_loss(config: LlamaConfig, a_pass: Pass, at_once: bool = True) -> tuple[int, int]:
+def _tokens_of_loss(config: LlamaConfig, a_pass: Pass, size: int, at_once: bool = True) -> tuple[int, int]:
     """Returns the tokens of a block of the loss, which has whole segments, and of a part that has logits at a time."""
     chunk = a_pass.rows * a_pass.segments[0]
     block = min(a_pass.tokens, chunk * ceil(BLOCK_TOKENS / chunk))
-    part = max_tokens(config.vocab_size)
-    return block, min(block, part_tokens(part, "cuda") if at_once else part)
+    most = max_tokens(config.vocab_size)
+    return block, part_tokens(block, most, "cuda", size) if at_once else min(block, most)
 
 
 def _copied_logits(config: LlamaConfig, part: int, size: int) -> int:
@@ -254,7 +254,7 @@ def summed_gradients(
         # tied embedding's rows are added to the head's; an untied one has a gradient, and a sum if rows can't wait.
         head, layers = size * largest, sum(numels) - largest * (1 if tied else 2)
         rows_wait = size < FLOAT32 and a_pass.tokens < config.vocab_size
-        has_parts = _tokens_of_loss(config, a_pass)[1] < a_pass.tokens  # their sum is in float32
+        has_parts = _tokens_of_loss(config, a_pass, element_size(recipe))[1] < a_pass.tokens  # their sum is in float32
         begin = (FLOAT32 * largest if has_parts else head) + head
         # In float32, autograd adds a tied embedding's gradient to the head's.
         embedded = a_pass.tokens > EMBEDDED_TOKENS and not (rows_wait or (tied and size == FLOAT32))
@@ -298,7 +298,7 @@ def _head_gradients(config: LlamaConfig, recipe: Recipe, a_pass: Pass, weights: 
     gradients of its logits. In float32 it is added to the sum as it is computed.
     """
     size, largest = element_size(recipe), max(shape.numel() for shape in weights.trained)
-    _, part = _tokens_of_loss(config, a_pass)
+    _, part = _tokens_of_loss(config, a_pass, element_size(recipe))
     summed = FLOAT32 * largest * (part < a_pass.tokens)
     gone = _copied_logits(config, part, size)
     product = size * largest * (size < FLOAT32 or not summed)

@@ -119,8 +119,9 @@ def head_gradients(config, trained) -> int:
     The sum over several parts is in float32.
     """
     tokens = trained.micro_batch * trained.stages[0].total_length
-    single = tokens <= part_tokens(max_tokens(config.vocab_size), "cuda")  # part of the loss
-    return config.vocab_size * config.hidden_size * (getattr(torch, trained.dtype).itemsize if single else 4)
+    size = getattr(torch, trained.dtype).itemsize
+    single = tokens <= part_tokens(tokens, max_tokens(config.vocab_size), "cuda", size)  # part of the loss
+    return config.vocab_size * config.hidden_size * (size if single else 4)
 
 
 def check_pass(config, trained, kept_within, peak_within, others=0, device="cpu") -> MemoryEstimate:

@@ -105,7 +105,8 @@ class RMSNorm(LlamaRMSNorm):
 
     @property
     def _is_changed(self) -> bool:
-        return has_hooks(self) or "forward" in self.__dict__ or type(self).forward is not RMSNorm.forward
+        is_watched = has_hooks(self) or torch.nn.modules.module._has_any_global_hook()
+        return is_watched or "forward" in self.__dict__ or type(self).forward is not RMSNorm.forward
 
 
 def norm_of_input(norm: nn.Module, hidden_RTD: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +207,7 @@ class CondenseAttention(nn.Module):
         tensor_RxTE = tensor_RTx.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return tensor_RxTE if norm is None else norm(tensor_RxTE).to(tensor_RxTE.dtype)  # float32 under autocast
 
-    def _gradient_rows(self, name: str, normed_RTD: torch.Tensor) -> Rows | None:
+    def gradient_rows(self, name: str, normed_RTD: torch.Tensor) -> Rows | None:
         """Returns the memory for the gradients of projections; None if norms of the heads come between."""
         return rows_for(self, name, normed_RTD, of_gradients=True) if self.k_norm is None else None
 
@@ -232,7 +233,7 @@ class CondenseAttention(nn.Module):
         query_RTx, key_RTx, value_RTx = project(normed_RTD, self.q_proj, self.k_proj, self.v_proj)
         query_RHTE, value_RGTE = self._heads(query_RTx, self.q_norm), self._heads(value_RTx)
         key_RGTE = self._heads(key_RTx, self.k_norm)
-        gradient_rows = self._gradient_rows("q_proj", normed_RTD)
+        gradient_rows = self.gradient_rows("q_proj", normed_RTD)
         output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata, gradient_rows))
         if not remembers_input:
             return output_RTD, None
@@ -353,11 +354,14 @@ class CondenseDecoderLayer(nn.Module):
         if not collects_rows():
             return LayerPlaces()
         attention, mlp = self.self_attn, self.mlp
+        # A layer that remembers its input makes a memory of its own for detached segments only, and rows of segments
+        # that are not consecutive would be reused too early.
+        remembers_input = 0 in attention.config.memory_shares
         return LayerPlaces(
             Places(rows_for(attention, "q_proj", input_RTD)),
             Places(rows_for(mlp, "gate_proj", input_RTD), rows_for(attention, "o_proj", input_RTD, of_gradients=True)),
             Places(rows_for(attention, "k_proj", input_RTD), rows_for(mlp, "down_proj", input_RTD, of_gradients=True)),
-            rows_for(attention, "k_proj", input_RTD, of_gradients=True),
+            None if remembers_input else attention.gradient_rows("k_proj", input_RTD),
         )
 
     def project_memory(

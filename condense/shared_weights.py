@@ -40,8 +40,6 @@ class SharedWeights:
     `every_dtype`: there are sums of weights in float32 and float64, too.
     """
 
-    collects_rows = False
-
     def __init__(
         self,
         recomputed: Sequence[nn.Module] = (),
@@ -50,6 +48,7 @@ class SharedWeights:
         every_dtype: bool = False,
     ):
         self.every_pass, self.recomputed, self.sums, self.every_dtype = every_pass, recomputed, sums, every_dtype
+        self.collects_rows = False
         self.versions = _versions(recomputed)
         self._checked_pass: int | None = None
         self._begun: dict[tuple[int, bool], tuple[WeightSum, torch.Tensor]] = {}  # by id: sums keep their weights

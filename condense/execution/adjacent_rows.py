@@ -60,7 +60,8 @@ class GroupRows:
     def buffer(self, place: Place, tokens: int, width: int, like: torch.Tensor) -> Buffer:
         if place not in self._buffers:
             # The backward pass processes the latest segments first: when layer m + 1 is at a segment, layer m has
-            # passed all but the next one after it.
+            # passed all but the next one after it. `kept` gradients are those of as many consecutive segments: the
+            # weights must have a use in each.
             distance = min(self.num_segments, self.kept + 1) if place.of_gradients else self.num_segments
             num_segments = (self.num_layers - 1) * distance + self.num_segments
             self._buffers[place] = Buffer(like.new_empty(num_segments, tokens, width), distance)

@@ -283,17 +283,14 @@ class StackedNorm(_Stacked):
         """Returns weights, epsilon and places: if the kernel adds to a sum, the weights receive no gradient."""
         weight, epsilon = self.stacked_parameters["weight"], self.stacked[0].variance_epsilon
         sums = sums_of(*weight.all)
-        partial_sums = (
-            None if sums is None or weight.tensor_mx is None else sums.partial_sums(weight.all, weight.members)
-        )
-        if partial_sums is None:
+        if sums is None or (partial_sums := sums.partial_sums(weight.all, weight.members)) is None:
             return weight.stack(), epsilon, places
         return weight.shared(sums), epsilon, replace(places, of_weight=partial_sums)
 
     def normalize(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
-        return (
-            self.fused(hidden_mRxD, norm) if is_one_operation(hidden_mRxD) else LlamaRMSNorm.forward(norm, hidden_mRxD)
-        )
+        if is_one_operation(hidden_mRxD):
+            return self.fused(hidden_mRxD, norm)
+        return LlamaRMSNorm.forward(norm, hidden_mRxD)
 
     def fused(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
         return norm.weight * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, norm.variance_epsilon)

@@ -67,14 +67,13 @@ class StaticSums(SharedWeights):
     @contextmanager
     def group(self, num_segments: int, tokens: int) -> Iterator[GroupRows]:
         """Makes uses of weights within it part of a group of segments: they add to these sums."""
-        self._waiting.clear()  # of a capture that ran out of memory
-        self._partials.clear()
         self._rows = GroupRows(self._num_layers, num_segments, kept=-(-TOKENS // tokens))
+        self.collects_rows = True
         try:
             with self.active():
                 yield self._rows
         finally:
-            self._rows = None
+            self._rows, self.collects_rows = None, False
 
     def rows(
         self, weights: Sequence[torch.Tensor], members: slice, like_RTx: torch.Tensor, of_gradients: bool
@@ -96,10 +95,6 @@ class StaticSums(SharedWeights):
         if key not in self._partials:
             self._partials[key] = like.new_zeros(self._num_layers, num_parts, width, dtype=torch.float32)
         return self._partials[key]
-
-    @property
-    def collects_rows(self) -> bool:  # type: ignore[override]
-        return self._rows is not None
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -134,7 +129,7 @@ class StaticSums(SharedWeights):
             self._add_waiting(key)
         for (weight, _), partial_MpD in self._partials.items():
             _known(self._sums[weight].total()).add_(partial_MpD.sum(1))
-        self._partials.clear()
+        self._partials.clear()  # they belong to a capture
 
     def _add_waiting(self, key: tuple) -> None:
         layer, sums = key
@@ -142,7 +137,7 @@ class StaticSums(SharedWeights):
         input_nI = _joined([one for _, one in found])
         totals = [_known(one.total())[layer] for one in sums]
         of_outputs: list[list[torch.Tensor | None]] = [list(one) for one in zip(*[of for of, _ in found], strict=True)]
-        joint_OI, joint = side_by_side(totals, dim=0), [_side_by_side(of_layer) for of_layer, _ in found]
+        joint_OI, joint = side_by_side(totals, dim=0), [_joint_gradients(of_layer) for of_layer, _ in found]
         if joint_OI is not None and all(one is not None for one in joint):
             totals, of_outputs = [joint_OI], [joint]
         for total_OI, gradients in zip(totals, of_outputs, strict=True):
@@ -159,7 +154,10 @@ class StaticSums(SharedWeights):
             self._backward_pass = backward_pass
 
     def end_pass(self) -> None:
+        """Ends a backward pass, or a capture, which may have run out of memory before it added what waits."""
         self._backward_pass = None
+        self._waiting.clear()
+        self._partials.clear()
 
     def take(self) -> Sequence[torch.Tensor | None]:
         """Returns copies of the gradients of `weights`; None if another call of the same pass has taken them."""
@@ -204,7 +202,7 @@ def _zeros(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return first.new_zeros(shape, dtype=sum_dtype(first.dtype))
 
 
-def _side_by_side(gradients: Gradients) -> torch.Tensor | None:
+def _joint_gradients(gradients: Gradients) -> torch.Tensor | None:
     known = [one for one in gradients if one is not None]
     return side_by_side(known, dim=1) if len(known) == len(gradients) else None
 

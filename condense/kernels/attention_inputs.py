@@ -70,7 +70,7 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query_RHTE, key_RGTE, value_RGTE, memory_key_RGME, memory_value_RGME, cos_R1TE, sin_R1TE, rows):
         ctx.save_for_backward(cos_R1TE, sin_R1TE)
-        ctx.heads = 0 if query_RHTE is None else query_RHTE.shape[1]
+        ctx.query_heads = 0 if query_RHTE is None else query_RHTE.shape[1]
         ctx.by_token, ctx.gradient_rows = is_by_token(key_RGTE), rows
         num_rows = len(key_RGTE)
         num_with = 0 if memory_key_RGME is None else len(memory_key_RGME)
@@ -96,7 +96,7 @@ class _Inputs(torch.autograd.Function):
             of_query, *of_both = triples[0]
             of_memory, of_own = zip(*(one.tensor_split([ctx.memory_width], dim=2) for one in of_both), strict=True)
             triples[0] = of_query, *of_own
-        write = _differentiable if torch.is_grad_enabled() else _side_by_side
+        write = _differentiable if torch.is_grad_enabled() else _written
         return *write(ctx, triples, ctx.saved_tensors), *of_memory, None, None, None
 
 
@@ -129,21 +129,21 @@ def _differentiable(ctx, triples, tables: RotaryTables) -> list[torch.Tensor | N
     columns = []
     for (of_query, of_key, of_value), part in zip(triples, ctx.parts, strict=True):
         settings = _of_part(tables, part), ctx.by_token
-        of_query = gradient_of_rotated(of_query, *settings) if ctx.heads else None
+        of_query = gradient_of_rotated(of_query, *settings) if ctx.query_heads else None
         columns.append((of_query, gradient_of_rotated(of_key, *settings), of_value))
     return [None if parts[0] is None else torch.cat(parts) for parts in zip(*columns, strict=True)]
 
 
-def _side_by_side(ctx, triples, tables: RotaryTables) -> list[torch.Tensor | None]:
+def _written(ctx, triples, tables: RotaryTables) -> list[torch.Tensor | None]:
     """Returns views of one tensor [m, n, O], which a kernel writes."""
     from .triton_attention_inputs import write_gradients
 
     like = triples[0][1]
     key_heads, width, size = like.shape[1:]
-    num_rows, heads = ctx.parts[-1].stop, (ctx.heads, key_heads, key_heads)
+    num_rows, heads = ctx.parts[-1].stop, (ctx.query_heads, key_heads, key_heads)
     joint_mnO = memory_for(ctx.gradient_rows, num_rows * width, sum(heads) * size, like)
     for (of_query, of_key, of_value), part in zip(triples, ctx.parts, strict=True):
         write_gradients(joint_mnO, part.start, of_query, of_key, of_value, *_of_part(tables, part))
     by_head = joint_mnO.view(num_rows, width, sum(heads), size).split(heads, dim=2)
     of_query, of_key, of_value = (one.transpose(1, 2) for one in by_head)
-    return [of_query if ctx.heads else None, of_key, of_value]
+    return [of_query if ctx.query_heads else None, of_key, of_value]

@@ -92,7 +92,6 @@ class _Norm(torch.autograd.Function):
 def _gradients(ctx, of_normed_xD, of_kept_xD):
     """Returns the gradients of the norm's input, plus the gradient of its other uses, and of the weight."""
     input_xD, weight, scale_n = ctx.saved_tensors
-    needs_input = any(ctx.needs_input_grad[:2])
     needs_weight = ctx.needs_input_grad[2] and ctx.places.of_weight is None
     if torch.is_grad_enabled():
         assert ctx.places.of_weight is None
@@ -100,7 +99,8 @@ def _gradients(ctx, of_normed_xD, of_kept_xD):
         def plain(input_xD, weight):
             return plain_rms_norm(input_xD, weight, ctx.epsilon)
 
-        of_input, of_weight = plain_gradients(plain, (input_xD, weight), (needs_input, needs_weight), of_normed_xD)
+        needed = any(ctx.needs_input_grad[:2]), needs_weight
+        of_input, of_weight = plain_gradients(plain, (input_xD, weight), needed, of_normed_xD)
         return of_input if of_kept_xD is None or of_input is None else of_input + of_kept_xD, of_weight
     from .triton_rms_norm import norm_gradients
 

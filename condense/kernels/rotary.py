@@ -3,8 +3,7 @@
 The tables come from `rotary_tables` in `condense.attention.metadata`, with the sign of sin's first half changed: a
 rotated vector is x cos + roll(x) sin, and roll exchanges the halves. The gradient is g cos + roll(g sin).
 
-Axes: R rows of a chunk, T tokens of a chunk, H heads, E head dimension, 1 a
-broadcast axis.
+Axes: R rows of a chunk, T tokens of a chunk, H heads, E head dimension, 1 a broadcast axis.
 """
 
 import torch

@@ -15,6 +15,7 @@ from .triton_layout import row_offset
 
 TILE = 2048  # elements, unless a row has more
 PROGRAMS = 512  # of a backward pass: some for each multiprocessor
+SHARED_BY = 2  # layers at least, if programs add to partial sums: these grow with the programs of a layer
 
 
 def norm(
@@ -40,15 +41,15 @@ def add_norm(
     return total.view(hidden_xD.shape), normed_xD, scale_n
 
 
-def _launch_forward(hidden, residual, total, weight, epsilon, shape, memory, adds):
+def _launch_forward(hidden, residual, total, weight, epsilon, shape, rows, adds):
     num_rows, width = hidden.shape
     weight_mD = _grouped(weight)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    normed_mnD = memory_for(memory, num_rows, width, hidden.new_empty(0, dtype=dtype))
+    normed_mnD = memory_for(rows, num_rows, width, hidden.new_empty(0, dtype=dtype))
     scale_n = hidden.new_empty(num_rows, dtype=torch.float32)
-    rows, options = _tile(width)
+    tile_rows, options = _tile(width)
     with torch.cuda.device_of(hidden):
-        _forward[(triton.cdiv(num_rows, rows),)](
+        _forward[(triton.cdiv(num_rows, tile_rows),)](
             hidden,
             residual,
             total,
@@ -83,13 +84,14 @@ def norm_gradients(
     other_mnD = hidden[None] if other_xD is None else as_parts(other_xD)
     weight_mD = _grouped(weight)
     (num_rows, width), groups = hidden.shape, len(weight_mD)
-    rows, options = _tile(width)
-    tiles = triton.cdiv(num_rows // groups, rows)  # of a group
+    tile_rows, options = _tile(width)
+    tiles = triton.cdiv(num_rows // groups, tile_rows)  # of a group
     tiles_per_program, programs = _programs(tiles, groups)
     of_input_mnD = memory_for(places.of_input, num_rows, width, hidden)
     if places.of_weight is not None:
         # Bands of other layers have no more programs for each layer than a single layer has.
-        partial_mpD = places.of_weight.memory(_programs(tiles, 1)[1], width, hidden)
+        tiles_per_program, programs = _programs(tiles, max(groups, SHARED_BY))
+        partial_mpD = places.of_weight.memory(_programs(tiles, SHARED_BY)[1], width, hidden)
     else:
         partial_mpD = hidden.new_empty((groups, programs, width) if needs_weight else (1, 1, 1), dtype=torch.float32)
     with torch.cuda.device_of(hidden):

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 
 from condense import FoldedCache
-from condense.execution import captured_groups, cuda_graph, selection
+from condense.execution import captured_groups, cuda_graph, selection, static_sums
 
 from ...refusals import assert_refused
 from ..models import (
@@ -96,6 +96,27 @@ def test_a_shape_without_enough_memory_is_not_tried_again(group, counts, monkeyp
     assert_follows_equations(trained(group), *(random_ids(1, LENGTH, seed=seed) for seed in range(4)))
     assert len(caplog.records) == counts["capture"] == len(set(caplog.messages)) + (group in (1, 2))
     assert "not enough memory to capture" in caplog.text
+
+
+@pytest.mark.parametrize("group", [None, 8])
+def test_a_capture_without_enough_memory_leaves_no_gradients(group, counts, monkeypatch):
+    """They are memory that is short, and would be added to the sums of the next capture."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    add_products = static_sums.StaticSums.add_products
+
+    def fail(sums, *arguments):
+        add_products(sums, *arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model, ids = trained(group), random_ids(1, LENGTH)
+    gradients(model, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(static_sums.StaticSums, "add_products", fail)
+        gradients(model, ids)
+    groups = model.model.layers._captured_groups
+    assert not groups._groups and not groups.sums._waiting and not groups.sums._partials
+    assert_follows_equations(model, *(random_ids(2, LENGTH, seed=seed) for seed in range(3)))
+    assert groups._groups
 
 
 def test_a_stored_text_that_waits_is_not_written_over(counts):

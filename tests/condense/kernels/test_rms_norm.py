@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from condense.kernels import rms_norm as module
 from condense.kernels.layout import Places
 from condense.kernels.rms_norm import add_rms_norm, input_and_rms_norm, plain_rms_norm, rms_norm
+from condense.layers import RMSNorm
 
 from .checks import MemoryInParts, assert_near, assert_same_function, assert_same_second_derivatives, dtypes, random
 
@@ -79,7 +80,7 @@ class Partials:
 @pytest.mark.parametrize("num_parts", [1, 4])
 @pytest.mark.usefixtures("tiles")
 def test_places(num_parts, adds):
-    """Rows in parts that lie apart; the gradients of weights of two calls are added up, and of two bands of layers."""
+    """Rows in parts that lie apart; the gradients of the weights of two calls are added up."""
     rows, of_rows, partials = MemoryInParts(num_parts), MemoryInParts(num_parts), Partials(groups=2)
     places = Places(rows, of_rows, partials)
     weight = (1 + random(2, 5, seed=1)).requires_grad_()
@@ -178,6 +179,14 @@ def test_second_derivatives():
     inputs = [random(4, 3, 5), random(4, 3, 5, seed=1), random(2, 5, seed=2)]
     assert_same_second_derivatives(rms_norm, plain_rms_norm, [inputs[0], inputs[2]], [EPSILON])
     assert_same_second_derivatives(add_rms_norm, plain_add_rms_norm, inputs, [EPSILON])
+
+
+def test_a_hook_on_all_modules_sees_norms_whose_kernel_returns_more():
+    norm, hidden, seen = RMSNorm(5), random(3, 5), []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        norm.after_input(hidden)
+        norm.after_sum(hidden, hidden)
+    assert seen == [norm, norm]
 
 
 def test_a_sum_of_two_dtypes_has_the_norms_kernel(noted):

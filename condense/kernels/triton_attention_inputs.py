@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .layout import part_sizes, with_unit_stride
 from .triton_layout import row_offset
-from .triton_rotary import HEADS, launch_sizes, row_and_token_strides
+from .triton_rotary import HEADS, launch_sizes, rotate_heads, row_and_token_strides
 
 
 def extend_into(
@@ -208,20 +208,21 @@ def _write_gradients(
     cos += row * cos_row + token * cos_token + element
     sin += row * sin_row + token * sin_token + element
 
-    token_stride = (heads + 2 * key_heads) * (2 * HALF)
+    size: tl.constexpr = 2 * HALF
+    token_stride = (heads + 2 * key_heads) * size
     joint += row_offset(tl.program_id(0) // token_blocks + first_row, rows_per_part, part_stride, width * token_stride)
     joint += token * token_stride + element
     query += row * query_row + token * query_token + element
     key += row * key_row + token * key_token + element
     value += row * value_row + token * value_token + element
-    of_key = joint + heads * (2 * HALF)
-    of_value = joint + (heads + key_heads) * (2 * HALF)
+    of_key, of_value = joint + heads * size, joint + (heads + key_heads) * size
     block = tl.program_id(1)
     if block < query_blocks:
-        _unrotate(query, query_head, joint, block * HEADS, heads, cos, sin, inside, HEADS, HALF)
+        first_head = block * HEADS
+        rotate_heads(query, query_head, joint, size, first_head, heads, cos, sin, inside, True, HEADS, HALF)
     elif block < query_blocks + key_blocks:
         first_head = (block - query_blocks) * HEADS
-        _unrotate(key, key_head, of_key, first_head, key_heads, cos, sin, inside, HEADS, HALF)
+        rotate_heads(key, key_head, of_key, size, first_head, key_heads, cos, sin, inside, True, HEADS, HALF)
     else:
         first_head = (block - query_blocks - key_blocks) * HEADS
         _copy(value, value_head, of_value, first_head, key_heads, inside, HEADS, HALF)
@@ -235,33 +236,3 @@ def _copy(tensor, tensor_head, output, first_head, heads, inside, HEADS: tl.cons
         source, place = tensor + head * tensor_head, output + head * (2 * HALF)
         tl.store(place, tl.load(source, mask=exists, other=0.0), mask=exists)
         tl.store(place + HALF, tl.load(source + HALF, mask=exists, other=0.0), mask=exists)
-
-
-@triton.jit
-def _unrotate(
-    tensor,
-    tensor_head,
-    output,
-    first_head,
-    heads,
-    cos,
-    sin,
-    inside,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-):
-    """Writes the gradient before a rotation: x cos + roll(x sin)."""
-    first_cos = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
-    second_cos = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
-    second_sin = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
-    first_sin = tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32)
-    for number in range(HEADS):
-        head = (first_head + number).to(tl.int64)
-        exists = inside & (head < heads)
-        first = tl.load(tensor + head * tensor_head, mask=exists, other=0.0).to(tl.float32)
-        second = tl.load(tensor + head * tensor_head + HALF, mask=exists, other=0.0).to(tl.float32)
-        place = output + head * (2 * HALF)
-        rotated_first = first * first_cos + second * first_sin
-        rotated_second = second * second_cos + first * second_sin
-        tl.store(place, rotated_first.to(place.dtype.element_ty), mask=exists)
-        tl.store(place + HALF, rotated_second.to(place.dtype.element_ty), mask=exists)

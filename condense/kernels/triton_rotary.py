@@ -91,6 +91,28 @@ def _rotate(
 
     cos += row * cos_row + token * cos_token + element
     sin += row * sin_row + token * sin_token + element
+    tensor += row * tensor_row + token * tensor_token + element
+    output += row * output_row + token * output_token + element
+    first_head = tl.program_id(1) * HEADS
+    rotate_heads(tensor, tensor_head, output, output_head, first_head, heads, cos, sin, inside, INVERSE, HEADS, HALF)
+
+
+@triton.jit
+def rotate_heads(
+    tensor,
+    tensor_head,
+    output,
+    output_head,
+    first_head,
+    heads,
+    cos,
+    sin,
+    inside,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Writes the rotation of some heads, or with `INVERSE` its gradient; all pointers are to tokens' elements."""
     first_cos = tl.load(cos, mask=inside, other=0.0).to(tl.float32)
     second_cos = tl.load(cos + HALF, mask=inside, other=0.0).to(tl.float32)
     if INVERSE:  # the product with sin comes before the halves are exchanged
@@ -99,16 +121,13 @@ def _rotate(
     else:
         first_sin = tl.load(sin, mask=inside, other=0.0).to(tl.float32)
         second_sin = tl.load(sin + HALF, mask=inside, other=0.0).to(tl.float32)
-
-    tensor += row * tensor_row + token * tensor_token + element
-    output += row * output_row + token * output_token + element
     for number in range(HEADS):
-        head = (tl.program_id(1) * HEADS + number).to(tl.int64)
+        head = (first_head + number).to(tl.int64)
         exists = inside & (head < heads)
-        first = tl.load(tensor + head * tensor_head, mask=exists, other=0.0).to(tl.float32)
-        second = tl.load(tensor + head * tensor_head + HALF, mask=exists, other=0.0).to(tl.float32)
+        source, place = tensor + head * tensor_head, output + head * output_head
+        first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=exists, other=0.0).to(tl.float32)
         rotated_first = first * first_cos + second * first_sin
         rotated_second = second * second_cos + first * second_sin
-        place = output + head * output_head
         tl.store(place, rotated_first.to(place.dtype.element_ty), mask=exists)
         tl.store(place + HALF, rotated_second.to(place.dtype.element_ty), mask=exists)

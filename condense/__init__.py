@@ -5,16 +5,20 @@ import gc
 _collecting = gc.isenabled()
 gc.disable()  # torch and transformers leave no garbage, and looking for it takes a fourth of their import
 try:
+    import transformers
+
     from .cache import FoldedCache
     from .configuration import CondenseConfig
     from .conversion import to_stock
     from .modeling import CondenseForCausalLM, CondenseModel
     from .registration import register
+    from .tested_releases import warn_if_untested
     from .version import __version__ as __version__
 finally:
     if _collecting:
         gc.enable()
 
+warn_if_untested(transformers.__version__)
 register(CondenseConfig, CondenseForCausalLM, CondenseModel)
 
 __all__ = ["CondenseConfig", "CondenseForCausalLM", "CondenseModel", "FoldedCache", "to_stock"]

@@ -30,7 +30,7 @@ SHARED_FIELDS = (
 class FoldedCache(Cache):
     """The whole state of a `CondenseForCausalLM` after the texts read so far, in constant memory.
 
-    Pass it as `past_key_values` to continue after the last call. To branch, use `snapshot` and `restore`, or copy the
+    Pass it as `cache` to continue after the last call. To branch, use `snapshot` and `restore`, or copy the
     cache with `copy.deepcopy`. After an interrupted call the cache is refused until a snapshot is restored.
     """
 
@@ -227,7 +227,7 @@ class FoldedCache(Cache):
         """
         if int(tokens_to_remove) != tokens_to_remove:
             raise ValueError(f"crop({tokens_to_remove}): pass a whole number, -k for the last k columns.")
-        num_columns = -int(tokens_to_remove)  # transformers 5.17 passes a tensor
+        num_columns = -int(tokens_to_remove)  # transformers may pass a tensor
         if num_columns == 0:
             return
         self.check_complete()
@@ -304,6 +304,11 @@ class FoldedCache(Cache):
     @property
     def is_initialized(self) -> bool:
         return self.batch_size > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can remove tokens that are read from now on."""
+        return self.is_recording
 
     @property
     def batch_size(self) -> int:

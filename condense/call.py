@@ -49,7 +49,7 @@ class Call:
 
         Raises `ValueError` if they do not fit together.
         """
-        config, cache, use_cache = model.config, given["past_key_values"], given["use_cache"]
+        config, cache, use_cache = model.config, given["cache"], given["use_cache"]
         inputs = check_input(config, given, labels, logits_to_keep)
         config.check(len(model.layers))  # fields may have been set since the last call
         check_shares(config, model.layers_in_use)

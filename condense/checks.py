@@ -60,7 +60,7 @@ def check_attention(name: str) -> None:
 def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=None) -> torch.Tensor:
     """Returns the tokens, [B, N] or [B, N, D]; raises `ValueError` if arguments of `forward` do not fit together."""
     tokens = _check_tokens(config, given.get("input_ids"), given.get("inputs_embeds"))
-    cache, attention_mask = given.get("past_key_values"), given.get("attention_mask")
+    cache, attention_mask = given.get("cache"), given.get("attention_mask")
     shape = (tokens.shape[0], tokens.shape[1])
     if labels is not None:
         _check_labels(config, labels, shape)
@@ -154,7 +154,7 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int], *other
 def check_cache(config, cache) -> None:
     """Raises `ValueError` for a cache of another model or of an interrupted call."""
     if not isinstance(cache, FoldedCache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
+        raise ValueError(f"the cache is a {type(cache).__name__}: pass a FoldedCache, or none for a new text.")
     cache.check_fits(config)
     cache.check_complete()
 

@@ -159,6 +159,7 @@ def _answer(
     import torch
     from transformers import LogitsProcessorList, TextStreamer
 
+    from condense.cache_argument import CACHE, cache_of
     from condense.chat import chat_text, end_tokens
     from condense.generation import RefuseNonFiniteLogits
     from condense.text import encode
@@ -178,7 +179,7 @@ def _answer(
         output = model.generate(
             input_ids.to(model.device),  # with the tokens in the cache: penalties of repeated tokens count them
             attention_mask=torch.ones_like(input_ids, device=model.device),
-            past_key_values=cache,
+            **{CACHE: cache},
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
             logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
             return_dict_in_generate=True,
@@ -193,7 +194,7 @@ def _answer(
         "prompt_tokens_per_second": (num_tokens - 1) / (middle - start) if num_tokens > 1 else None,
         "new_tokens": len(new_ids),
         "new_tokens_per_second": len(new_ids) / (end - middle),
-        "state_bytes": output.past_key_values.num_bytes,
+        "state_bytes": cache_of(output).num_bytes,
         "segment_length": model.config.segment_length,
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
         "chat": chat,

@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .cache_argument import CACHE_NAMES
 from .choices import check_choice
 from .families import FAMILIES, check_family, check_window, folded_fields
 from .laboratories import STOCK_MODELS
@@ -52,7 +53,7 @@ class CondenseConfig(LlamaConfig):
 
     model_type = "condense_llama"
     # Outputs that are not predictions, which Trainer would gather with the logits.
-    keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets", "function_evaluations"]
+    keys_to_ignore_at_inference = [*CACHE_NAMES, "segment_losses", "segment_targets", "function_evaluations"]
 
     segment_length: int = 512
     memory_source: str = "layer_output"

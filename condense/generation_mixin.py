@@ -6,6 +6,7 @@ from typing import Any
 from transformers import GenerationMixin
 
 from .cache import FoldedCache
+from .cache_argument import CACHE, renamed, takes_past_key_values
 from .checks import check_cache
 from .control import check_control_of_prompt, control_of_columns, drafts_with_control
 from .durations import durations_for_generation, durations_of_columns
@@ -20,7 +21,7 @@ class OwnCacheGenerationMixin(GenerationMixin):
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         """Extends transformers' method: cache settings that a checkpoint stores, not the user's, have no effect."""
-        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **renamed(kwargs))
 
         def is_stored(name: str) -> bool:
             stored = getattr(self.generation_config, name)  # pipelines pass a copy of these settings
@@ -29,7 +30,7 @@ class OwnCacheGenerationMixin(GenerationMixin):
         if not prepared.use_cache and is_stored("use_cache"):
             prepared.use_cache = True
         unknown = prepared.cache_implementation not in self.cache_implementations
-        if (unknown or model_kwargs.get("past_key_values") is not None) and is_stored("cache_implementation"):
+        if (unknown or model_kwargs.get(CACHE) is not None) and is_stored("cache_implementation"):
             prepared.cache_implementation = None
         return prepared, model_kwargs
 
@@ -37,11 +38,12 @@ class OwnCacheGenerationMixin(GenerationMixin):
 class FoldedGenerationMixin(OwnCacheGenerationMixin):
     cache_implementations = ("static", "dynamic")
 
+    @takes_past_key_values
     def prepare_inputs_for_generation(
         self,
         input_ids,
         next_sequence_length=None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds=None,  # transformers looks for this name
         is_first_iteration=False,
         new_token_duration: Any = None,
@@ -56,18 +58,18 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         each, [B]. It depends only on the step: drafts of assisted decoding ask for a step several times. `durations`
         [B, N] then belong to the prompt, 1 by default; with a cache of an earlier call, to the whole text.
         """
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        seen = 0 if cache is None else cache.get_seq_length()
         if _is_assisted and is_first_iteration and _num_columns(kwargs) == input_ids.shape[1]:
             next_sequence_length = input_ids.shape[1] - seen
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if past_key_values is None and not is_first_iteration:
+        if cache is None and not is_first_iteration:
             inputs.pop("position_ids", None)  # transformers counts them from a row's padding
         given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         if (control := inputs.get("control")) is not None:
@@ -104,7 +106,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         try:
             return super()._assisted_decoding(input_ids, *arguments, **options, _is_assisted=True)
         finally:
-            if isinstance(cache := options.get("past_key_values"), FoldedCache):
+            if isinstance(cache := options.get(CACHE), FoldedCache):
                 cache.deactivate_past_recording()
 
     def _prepare_cache_for_generation(
@@ -131,17 +133,17 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         if timed:
             _check_timed_generation(generation_config)
             model_kwargs.update(timed)
-        if model_kwargs.get("past_key_values") is None:
+        if model_kwargs.get(CACHE) is None:
             if generation_config.use_cache is False:  # the whole text is read again for every token, as requested
                 return
-            model_kwargs["past_key_values"] = cache = FoldedCache(self.config)
+            model_kwargs[CACHE] = cache = FoldedCache(self.config)
             if implementation is not None:
                 cache.fixed_decoding = implementation == "static" and (self.fixed_decoding or True)
         elif not generation_config.is_assistant:
-            check_cache(self.config, model_kwargs["past_key_values"])
+            check_cache(self.config, model_kwargs[CACHE])
             _check_new_columns(model_kwargs)
         if generation_config.is_assistant:  # the main model rejects some of the assistant's tokens
-            model_kwargs["past_key_values"].activate_past_recording()
+            model_kwargs[CACHE].activate_past_recording()
 
     def _check_cache_implementation(self, name: str, model_kwargs) -> None:
         if name not in self.cache_implementations:
@@ -149,8 +151,10 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
                 f"cache_implementation={name!r}: a folded model always keeps a FoldedCache, whose size is constant. "
                 "Leave the option out, or choose 'static' for static steps (fixed_decoding) or 'dynamic'."
             )
-        if model_kwargs.get("past_key_values") is not None:
-            raise ValueError(f"cache_implementation={name!r} makes a cache, and past_key_values is one: pass only one.")
+        if model_kwargs.get(CACHE) is not None:
+            raise ValueError(
+                f"cache_implementation={name!r} makes a cache, and another is given as cache: pass one of the two."
+            )
         if name == "static":
             check_static_step(self, "cache_implementation='static'", "leave it out")
 
@@ -164,7 +168,7 @@ def _num_columns(arguments: Mapping[str, Any]) -> int | None:
 
 def _check_new_columns(arguments: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a cache that has read all columns of the input: transformers would read them again."""
-    seen, num_columns = arguments["past_key_values"].get_seq_length(), _num_columns(arguments)
+    seen, num_columns = arguments[CACHE].get_seq_length(), _num_columns(arguments)
     if num_columns is not None and seen >= num_columns:
         raise ValueError(
             f"the cache has read {seen} columns and the input {num_columns}: pass the whole text with at least one new "

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
+from .cache_argument import CACHE, takes_past_key_values
 from .call import Call
 from .checks import check_attention_name, check_unused
 from .configuration import CondenseConfig
@@ -60,12 +61,13 @@ class CondenseModel(CondensePreTrainedModel):
         number = self.config.num_hidden_layers
         return self.layers if number == len(self.layers) else self.layers[:number]
 
+    @takes_past_key_values
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: FoldedCache | None = None,
+        cache: FoldedCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         durations: torch.Tensor | None = None,
         control: torch.Tensor | None = None,
@@ -86,13 +88,13 @@ class CondenseModel(CondensePreTrainedModel):
             return accumulated.tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
+            "cache": cache, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         if (documents := find_documents(given | unused)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
-        check_unused(unused, position_ids, past_key_values)
+        check_unused(unused, position_ids, cache)
         call = Call.from_arguments(self, given)
         previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
         with LayerOutputs(self, call, output_hidden_states) as layer_outputs:
@@ -208,12 +210,13 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_past_key_values
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: FoldedCache | None = None,
+        cache: FoldedCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         durations: torch.Tensor | None = None,
@@ -248,7 +251,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
 
         logits_to_keep: None for all logits (with labels: see there), 0 for all, k for the last k columns.
 
-        use_cache: return the state as `past_key_values`; default `config.use_cache`; False in training or with labels.
+        cache: the state to continue from, also under the name `past_key_values`. use_cache: return the state (before
+        transformers 5.24 as `past_key_values`); default `config.use_cache`; False in training or with labels.
 
         output_hidden_states: also return `hidden_states`, the L + 1 tensors [B, N, D] before the first layer and after
         each layer, the last of them after the final norm. Layers then run sequentially.
@@ -261,14 +265,14 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         """
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "durations": durations,
+            "cache": cache, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
         if (documents := find_documents(given | more | unused)) is not None:
             output = self._forward_documents(documents, given, more | unused)
         else:
-            check_unused(unused, position_ids, past_key_values)
+            check_unused(unused, position_ids, cache)
             output = self._forward_texts(given, labels, logits_to_keep, num_items_in_batch)
         return output if return_dict is not False else output.to_tuple()
 
@@ -295,7 +299,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             )
             accumulated.replace_tensors(self.model(_prepared=(call, accumulated, self)))
         output = accumulated.build_output(previous_BD, num_items_in_batch)
-        output.past_key_values = call.cache
+        setattr(output, CACHE, call.cache)
         output.hidden_states = layer_outputs.hidden_states(previous_BD)
         output.function_evaluations = call.token_inputs.evaluations.collect()
         call.end()
@@ -311,7 +315,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             return None
         if not (fixed_decoding_of(self, cache) and can_decode(self, cache, call.batch)):
             return None
-        return CondenseOutput(logits=decode(self, cache, input_ids), past_key_values=cache)
+        return CondenseOutput(logits=decode(self, cache, input_ids), **{CACHE: cache})
 
     def _forward_documents(
         self, documents: PackedDocuments, given: dict[str, Any], more: dict[str, Any]

@@ -42,7 +42,7 @@ class PackedDocuments(NamedTuple):
 
         Raises `ValueError` for a cache, which has one text per row, and for logits of only a row's last columns.
         """
-        if given.get("past_key_values") is not None or given.get("use_cache"):
+        if given.get("cache") is not None or given.get("use_cache"):
             raise ValueError(
                 "position_ids begin anew within a row: several documents are packed there, and a cache has one text "
                 "per row. Pass use_cache=False, or a row for each document."

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .cache import FoldedCache
+from .cache_argument import CACHE, cache_of
 from .modeling import CondenseForCausalLM
 
 TOKENS_PER_CALL = 4096  # enough to fill a device; the memory of a call does not depend on the length of the text
@@ -33,13 +34,13 @@ def prefill_calls(
 
     `model` is a causal language model, folded or stock, and has transformers' arguments. `attention_mask` [B, N] is for
     folded models, because they accept the mask of a call's own columns. The last output has the state
-    (`past_key_values`) and the logits of the next token.
+    (`cache`) and the logits of the next token.
     """
     for start in range(0, input_ids.shape[1], num_columns):
         columns = slice(start, start + num_columns)
         options = {} if attention_mask is None else {"attention_mask": attention_mask[:, columns]}
-        output = model(input_ids[:, columns], past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
-        cache = output.past_key_values
+        output = model(input_ids[:, columns], use_cache=True, logits_to_keep=1, **{CACHE: cache}, **options)
+        cache = cache_of(output)
         yield columns, output
 
 

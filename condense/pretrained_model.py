@@ -6,6 +6,7 @@ from pathlib import Path
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from .cache_argument import CACHE_NAMES
 from .card import write_card
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .execution.checkpointing import non_reentrant, offload_checkpoint
@@ -19,7 +20,7 @@ class CondensePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["CondenseDecoderLayer", "DepthBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = CACHE_NAMES
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-STATES = ("past_key_values", "cache_params", "state")  # of a call's output; the next call takes it under the same name
+from condense.cache_argument import CACHE
+
+STATES = (CACHE, "cache_params", "state")  # of a call's output; the next call takes it under the same name
 
 
 def state_of(output: Any) -> dict[str, Any]:

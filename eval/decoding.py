@@ -39,7 +39,7 @@ def neutral_decoding(model: Any) -> Iterator[None]:
 
 
 def reads_in_parts(model: Any) -> bool:
-    """Whether a model can continue from a state (`past_key_values`) with several tokens in one call."""
+    """Whether a model can continue from a state (a cache) with several tokens in one call."""
     return not getattr(model, "_is_stateful", False)
 
 

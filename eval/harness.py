@@ -209,7 +209,7 @@ class CondenseLM(StockLM):
         for start in range(0, ids_BN.shape[1], width):
             here = slice(start, start + width)
             logits_BNV = self._forward(
-                ids_BN[:, here], attention_mask=is_real_BN[:, here], past_key_values=state, logits_to_keep=0
+                ids_BN[:, here], attention_mask=is_real_BN[:, here], cache=state, logits_to_keep=0
             ).logits
             target_n = target_BN[:, here].flatten().to(logits_BNV.device)
             logits_nV = logits_BNV.flatten(0, 1)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
 from condense import FoldedCache, laboratories
+from condense.cache_argument import cache_of
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_config, load_model, load_tokenizer
@@ -204,7 +205,7 @@ def _generate(
         logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
         **options,
     )
-    cache = output.past_key_values
+    cache = cache_of(output)
     held = cache.num_bytes if isinstance(cache, FoldedCache) else state_bytes(cache)
     return output.sequences, held + bytes_since(before, model)
 

@@ -18,7 +18,7 @@ for num_tokens in (512, 4096):
     ids = torch.randint(len(tokenizer), (1, num_tokens))
     cache = FoldedCache(model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, cache=cache, logits_to_keep=1)
     print(f"after {num_tokens:,} tokens the state has {cache.num_bytes:,} bytes")
 
 prompt = tokenizer("Once upon a time", return_tensors="pt")

@@ -106,14 +106,14 @@ def _generate(model, prompt_BN, settings, streamer) -> torch.Tensor:
     if streamer is not None:
         streamer.put(prompt_BN.cpu())
     if prompt_BN.shape[1] > 1:
-        model(prompt_BN[:, :-1], past_key_values=cache, logits_to_keep=1)
+        model(prompt_BN[:, :-1], cache=cache, logits_to_keep=1)
     ends = torch.as_tensor([] if config.eos_token_id is None else config.eos_token_id, device=prompt_BN.device)
     written_BN, ended_B1 = prompt_BN, torch.zeros(len(prompt_BN), 1, dtype=torch.bool, device=prompt_BN.device)
     while (left := num_new - (written_BN.shape[1] - prompt_BN.shape[1])) > 0 and not bool(ended_B1.all()):
         last_B1 = written_BN[:, -1:]
         block_BT = _denoise(model, cache, written_BN, prompt_BN.shape[1], config, max_steps, order)
         read_BT = torch.cat([last_B1, block_BT[:, :-1]], dim=1)
-        model(read_BT, past_key_values=cache, logits_to_keep=1)  # the clean stream: the block is part of the text now
+        model(read_BT, cache=cache, logits_to_keep=1)  # the clean stream: the block is part of the text now
         block_BT = block_BT[:, :left]
         is_end_BT = torch.isin(block_BT, ends)
         after_end_BT = (is_end_BT.cumsum(1) - is_end_BT.long() > 0) | ended_B1

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from ..cache_argument import CACHE, cache_of
+
 
 class LateCache(Cache):
     """The state of one or more base models, and the tokens that not all of them have read.
@@ -47,10 +49,10 @@ class LateCache(Cache):
         output = base.base_model(
             input_ids=self.kept_BN[:, self.num_read[number] - self.num_dropped :],
             attention_mask=attention_mask,
-            past_key_values=self.caches[number],
             use_cache=True,
+            **{CACHE: self.caches[number]},
         )
-        self.caches[number], self.num_read[number] = output.past_key_values, self.get_seq_length()
+        self.caches[number], self.num_read[number] = cache_of(output), self.get_seq_length()
         unneeded = min(self.num_read) - self.num_dropped
         self.kept_BN, self.num_dropped = self.kept_BN[:, unneeded:], self.num_dropped + unneeded
         return output.last_hidden_state[:, -1]
@@ -58,3 +60,13 @@ class LateCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of input columns so far, padding included."""
         return self.num_dropped + (0 if self.kept_BN is None else self.kept_BN.shape[1])
+
+    # transformers asks all layers, of which a cache of caches has none.
+
+    @property
+    def is_linear(self) -> list[bool]:
+        return [False]
+
+    @property
+    def is_croppable(self) -> bool:
+        return False

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ..cache_argument import CACHE, takes_past_key_values
 from ..configuration import IGNORE_INDEX
 from .late_cache import LateCache
 from .wrapper import SegmentSums, WrapperConfig, WrapperForCausalLM, WrapperOutput, positions_of, real_tokens
@@ -73,11 +74,12 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
     def all_heads(self) -> list[Any]:
         return [self.base.get_output_embeddings(), *self.heads]
 
+    @takes_past_key_values
     def forward(
         self,
         input_ids: torch.LongTensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: LateCache | None = None,
+        cache: LateCache | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -102,11 +104,11 @@ class MultiTokenForCausalLM(WrapperForCausalLM):
 
         Raises `ValueError` for arguments that do not fit together or are not supported.
         """
-        cache = self.prepare_call(past_key_values, use_cache, labels, unused)
+        cache = self.prepare_call(cache, use_cache, labels, unused)
         if cache is not None:
             if future_logits:
                 raise ValueError("future_logits=True: a call with a cache gives the logits of one token. Leave it out.")
-            output = MultiTokenOutput(logits=self._next_logits(input_ids, attention_mask, cache), past_key_values=cache)
+            output = MultiTokenOutput(logits=self._next_logits(input_ids, attention_mask, cache), **{CACHE: cache})
             return output if return_dict is not False else output.to_tuple()
         read = self.base.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
         hidden_BND = read.last_hidden_state

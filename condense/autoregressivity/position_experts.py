@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ..cache_argument import CACHE, takes_past_key_values
 from ..choices import check_choice
 from ..configuration import IGNORE_INDEX
 from ..loss import next_labels
@@ -77,11 +78,12 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
             return positions % number
         return (positions * number // self.config.length).clamp(max=number - 1)
 
+    @takes_past_key_values
     def forward(
         self,
         input_ids: torch.LongTensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: LateCache | None = None,
+        cache: LateCache | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
@@ -99,9 +101,9 @@ class PositionExpertsForCausalLM(WrapperForCausalLM):
 
         Raises `ValueError` for arguments that do not fit together or are not supported.
         """
-        cache = self.prepare_call(past_key_values, use_cache, labels, unused)
+        cache = self.prepare_call(cache, use_cache, labels, unused)
         if cache is not None:
-            output = WrapperOutput(logits=self._next_logits(input_ids, attention_mask, cache), past_key_values=cache)
+            output = WrapperOutput(logits=self._next_logits(input_ids, attention_mask, cache), **{CACHE: cache})
             return output if return_dict is not False else output.to_tuple()
         num_columns = input_ids.shape[1]
         positions_BN = positions_of(input_ids, attention_mask)

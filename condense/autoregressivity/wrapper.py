@@ -18,6 +18,7 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .. import loss
+from ..cache_argument import CACHE, CACHE_NAMES
 from ..configuration import IGNORE_INDEX, CondenseConfig
 from ..families import FAMILIES
 from ..files import use_default_mode
@@ -31,7 +32,7 @@ class WrapperConfig(PreTrainedConfig):
     """A configuration with `base`: the base model's configuration, or its fields."""
 
     sub_configs = {"base": AutoConfig}
-    keys_to_ignore_at_inference = ["past_key_values", "segment_losses", "segment_targets"]
+    keys_to_ignore_at_inference = [*CACHE_NAMES, "segment_losses", "segment_targets"]
     wraps_a_model = True
 
     base: Any = None
@@ -72,7 +73,7 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # Trainer passes `num_items_in_batch`
     _no_split_modules = ["CondenseDecoderLayer", "DepthBlock", "LlamaDecoderLayer", "StockDepthBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = CACHE_NAMES
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -117,22 +118,22 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
         super().save_pretrained(save_directory, *arguments, **options)
         use_default_mode(Path(save_directory))
 
-    def prepare_call(self, past_key_values, use_cache, labels, unused: dict[str, Any]) -> LateCache | None:
+    def prepare_call(self, cache, use_cache, labels, unused: dict[str, Any]) -> LateCache | None:
         """Returns the cache of a call. Raises `ValueError` for unknown arguments, and if they do not fit together."""
         for name, value in unused.items():
             if name != "tokenizer" and value is not None and value is not False:
                 raise ValueError(f"{name}={value!r}: a {type(self).__name__} does not accept it. Leave it out.")
-        cache = LateCache(len(self.bases)) if use_cache and past_key_values is None else past_key_values
+        cache = LateCache(len(self.bases)) if use_cache and cache is None else cache
         if cache is None:
             return None
         if not isinstance(cache, LateCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}: pass a LateCache({len(self.bases)}).")
+            raise ValueError(f"the cache is a {type(cache).__name__}: pass a LateCache({len(self.bases)}).")
         if self.training and any(getattr(module, "gradient_checkpointing", False) for module in self.modules()):
             raise ValueError(
                 "gradient checkpointing reads segments twice, but a cache only once: call eval() before generate()."
             )
         if labels is not None:
-            raise ValueError("a loss is computed without a cache: leave out labels, or past_key_values and use_cache.")
+            raise ValueError("a loss is computed without a cache: leave out labels, or cache and use_cache.")
         return cache
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
@@ -141,8 +142,8 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
                 raise ValueError(f"{name}={value!r}: a {type(self).__name__} reads its prompt at once. Leave it out.")
         if generation_config.use_cache is False:
             raise ValueError("use_cache=False reads the whole text again for every token: leave it out.")
-        if model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = LateCache(len(self.bases))
+        if model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = LateCache(len(self.bases))
 
     def segments_of(self, positions_BN: torch.Tensor) -> torch.Tensor:
         """Returns the number of each token's segment, [B, N]; 0 if the base does not have segments."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from ..cache_argument import CACHE, cache_of
 from ..choices import check_choice
 from ..configuration import POSITION_ANCHORS
 from .quadrature import RULES, Rule, quadrature_weights
@@ -167,14 +168,14 @@ class ContinuousLM:
         embeddings = [sentence.embeddings_ND for sentence in sentences]
         inputs: dict[str, Any] = {
             "inputs_embeds": torch.stack([values[first:last] for values in embeddings if values is not None]),
-            "past_key_values": state,
+            CACHE: state,
             "use_cache": True,
         }
         if last_only:
             inputs["logits_to_keep"] = 1
         run = self._run_folded if self.folded else self._run_stock
         output = run(sentences, first, last, inputs)
-        return output.logits, output.past_key_values
+        return output.logits, cache_of(output)
 
     def _run_folded(self, sentences: list[Sentence], first: int, last: int, inputs: dict[str, Any]) -> Any:
         if any(sentence.positions_N is not None for sentence in sentences):
@@ -183,8 +184,8 @@ class ContinuousLM:
         return self.model(durations=durations_BT, **inputs)
 
     def _run_stock(self, sentences: list[Sentence], first: int, last: int, inputs: dict[str, Any]) -> Any:
-        if inputs["past_key_values"] is None:
-            inputs["past_key_values"] = DynamicCache()  # without a config: no layer drops keys that left its window
+        if inputs[CACHE] is None:
+            inputs[CACHE] = DynamicCache()  # without a config: no layer drops keys that left its window
         positions_BT = torch.stack([self._positions(sentence)[first:last] for sentence in sentences])
         self._check_lengths(sentences)
         inputs["attention_mask"] = self._masks([self._log_weights(s, first, last) for s in sentences], inputs)

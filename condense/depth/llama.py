@@ -14,6 +14,7 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel, Llama
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
+from ..cache_argument import CACHE, CACHE_NAMES, renamed, takes_past_key_values
 from ..configuration import CondenseConfig
 from ..control import check_control, check_control_of_prompt, control_of_columns, drafts_with_control, zero_control
 from ..conversion import with_weights_of
@@ -30,7 +31,7 @@ class DepthLlamaConfig(LlamaConfig):
     """A `LlamaConfig` with `depth`, the settings of the block; `num_hidden_layers` counts the block."""
 
     model_type = DEPTH_LLAMA
-    keys_to_ignore_at_inference = ["past_key_values", "function_evaluations"]
+    keys_to_ignore_at_inference = [*CACHE_NAMES, "function_evaluations"]
 
     depth: dict | None = None
 
@@ -88,12 +89,13 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
     def depth_block(self) -> StockDepthBlock:
         return next(layer for layer in self.model.layers if isinstance(layer, StockDepthBlock))
 
+    @takes_past_key_values
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         control: torch.Tensor | None = None,
@@ -111,7 +113,7 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
         elif inputs is not None and self.config.control_size:
             control = zero_control(self.config.control_size, inputs, self.lm_head.weight)
         output = super().forward(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels, use_cache, logits_to_keep,
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, labels, use_cache, logits_to_keep,
             control=control, return_dict=True, **kwargs,
         )  # fmt: skip
         assert inputs is not None  # checked by the stock Llama
@@ -126,6 +128,9 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
             real_BN = attention_mask[:, -shape[1] :].to(evaluations_BN.device, torch.bool)
             evaluations_BN[~real_BN] = 0
         return evaluations_BN
+
+    def _prepare_generation_config(self, generation_config, **kwargs):
+        return super()._prepare_generation_config(generation_config, **renamed(kwargs))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
         check_control_of_prompt(model_kwargs, generation_config.is_assistant)
@@ -142,16 +147,17 @@ class DepthLlamaForCausalLM(LlamaForCausalLM):
             **options,
         )
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, inputs_embeds=None, **kwargs):
+    @takes_past_key_values
+    def prepare_inputs_for_generation(self, input_ids, cache=None, inputs_embeds=None, **kwargs):
         inputs = super().prepare_inputs_for_generation(
             input_ids,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             inputs_embeds=inputs_embeds,  # transformers looks for this name
             **kwargs,
         )
         if (control := inputs.get("control")) is not None:
             read = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            seen = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            seen = 0 if cache is None else int(cache.get_seq_length())
             inputs["control"] = control_of_columns(control, seen, read.shape[1])
         return inputs
 

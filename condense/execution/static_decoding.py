@@ -6,7 +6,7 @@ layers' own code; only the mask, the positions and the destinations of keys and 
 Between two steps, the cache rolls the rows whose segment is complete.
 
     model.fixed_decoding = True  # or "compiled": by torch.compile, which takes up to a minute at the first tokens
-    model.generate(...)  # or model(next_ids, past_key_values=cache), without gradients
+    model.generate(...)  # or model(next_ids, cache=cache), without gradients
 
 All other calls (prompts, padding, durations, gradients, autocast) run as usual, in any order with static steps on the
 same cache. A graph belongs to one cache and to weights that are not moved. Beam search, which makes new buffers for

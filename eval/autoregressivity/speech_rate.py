@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from condense import CondenseForCausalLM, loading
+from condense.cache_argument import cache_of
 from condense.training.autoregressivity.speech_rate import Difficulty, SpeechRate
 
 from ..intervals import interval, shown
@@ -174,8 +175,8 @@ def talk(model: Any, rate: SpeechRate | None, prompt_BP: torch.Tensor, num_token
     for number in range(num_tokens):
         part_BN = text_BN[:, -1:] if number else prompt_BP
         durations_BN = None if rate is None else rate.read(part_BN)
-        output = model(part_BN, durations=durations_BN, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output = model(part_BN, durations=durations_BN, cache=cache, use_cache=True, logits_to_keep=1)
+        cache = cache_of(output)
         drawn_B1 = torch.multinomial(output.logits[:, -1].float().softmax(dim=-1), 1, generator=generator)
         text_BN = torch.cat([text_BN, drawn_B1], dim=1)
     return text_BN

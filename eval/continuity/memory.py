@@ -195,7 +195,7 @@ def _dialled(model: Any, embedded_ND: torch.Tensor, dials: Sequence[float], leng
         output = model(
             inputs_embeds=part_TD.expand(len(dials), -1, -1),
             durations=torch.ones(len(dials), len(part_TD)),
-            past_key_values=cache,
+            cache=cache,
             use_cache=True,
             logits_to_keep=min(len(part_TD), max(1, keep - after)),
         )

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from condense import loading
+from condense.cache_argument import takes_past_key_values
 from condense.training.recipe.models import MODELS, ModelKind, attention_option
 
 
@@ -44,23 +45,24 @@ class PositionsModel(LlamaModel):
             self.wpe = nn.Embedding(config.max_position_embeddings, config.hidden_size)  # GPT-2's name for it
         self.post_init()
 
+    @takes_past_key_values
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPast:
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if position_ids is None:
-            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            seen = 0 if cache is None else cache.get_seq_length()
             position_ids = torch.arange(seen, seen + inputs_embeds.shape[1], device=inputs_embeds.device)[None]
         if self.config.learned_positions:
             inputs_embeds = inputs_embeds + self.wpe(position_ids)
-        return super().forward(None, attention_mask, position_ids, past_key_values, inputs_embeds, **options)
+        return super().forward(None, attention_mask, position_ids, cache, inputs_embeds, **options)
 
 
 class PositionsForCausalLM(LlamaForCausalLM):

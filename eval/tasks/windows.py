@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from condense.cache_argument import CACHE, cache_of
 from condense.text import encode
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Source
@@ -129,9 +130,9 @@ def segment_losses(model: Any, ids_WN: torch.Tensor, segment_length: int) -> np.
 
 
 def _read_segment(model: Any, part_WL1: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    output = model(part_WL1[:, :-1], past_key_values=cache, use_cache=True)
+    output = model(part_WL1[:, :-1], use_cache=True, **{CACHE: cache})
     rows = zip(output.logits, part_WL1[:, 1:], strict=True)
-    return torch.stack([_losses(logits_LV, target_L) for logits_LV, target_L in rows]), output.past_key_values
+    return torch.stack([_losses(logits_LV, target_L) for logits_LV, target_L in rows]), cache_of(output)
 
 
 def _text_losses(model: Any, ids_N: torch.Tensor) -> np.ndarray:

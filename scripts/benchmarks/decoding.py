@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from condense import FoldedCache
+from condense.cache_argument import CACHE
 from condense.eval.benchmark.models import build_model
 from condense.eval.results import Table, hardware
 
@@ -58,13 +59,13 @@ def stepper(kind: str, stock: Any, folded: Any, batch: int, repeats: int = REPEA
             DynamicCache(config=stock.config) if kind == "stock" else StaticCache(stock.config, max_cache_len=length)
         )
     with torch.no_grad():
-        (folded if kind.startswith("folded") else stock)(input_ids=ids_BN, past_key_values=cache, use_cache=True)
+        (folded if kind.startswith("folded") else stock)(input_ids=ids_BN, use_cache=True, **{CACHE: cache})
     if kind.endswith("static, compiled"):
         forward = torch.compile(stock, dynamic=False)
 
     def step() -> torch.Tensor:
         with torch.no_grad():
-            return forward(input_ids=ids_BN[:, :1], past_key_values=cache, use_cache=True).logits
+            return forward(input_ids=ids_BN[:, :1], use_cache=True, **{CACHE: cache}).logits
 
     return step
 

@@ -187,11 +187,11 @@ def test_an_ended_row_does_not_change_other_rows():
 
 def test_other_caches_are_refused():
     cache, flex = FoldedCache(tiny_model().config), {"attn_implementation": "flex_attention"}
-    with pytest.raises(ValueError, match="past_key_values is a tuple: pass a FoldedCache"):
+    with pytest.raises(ValueError, match="the cache is a tuple: pass a FoldedCache"):
         tiny_model().generate(random_ids(1, 4), max_new_tokens=2, past_key_values=((),))
     for name, fields, options, words in (
         ("offloaded", {}, {}, "cache_implementation='offloaded'.*'static'.*'dynamic'"),
-        ("static", {}, {"past_key_values": cache}, "='static' makes a cache, and past_key_values is one"),
+        ("static", {}, {"past_key_values": cache}, "='static' makes a cache, and another is given as cache"),
         ("static", flex, {}, "='static' has no step for attn.*or leave it out"),
     ):
         with pytest.raises(ValueError, match=words):

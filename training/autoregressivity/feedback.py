@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 
+from condense.cache_argument import CACHE, cache_of
+
 from ..recipe.objectives import Losses, next_token_losses
 
 # Maps the logits [R, V] of the rows so far to the rows that continue (None: all, unchanged) and what each reads next:
@@ -87,8 +89,8 @@ def read_inputs(model: Any, inputs: torch.Tensor, known_BN: torch.Tensor, feedba
         for column in (~known_BN.all(dim=0)).nonzero()[:, 0].tolist():
             part = inputs[:, start:column]
             read = {"inputs_embeds" if part.is_floating_point() else "input_ids": part}
-            output = model(**read, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, start = output.past_key_values, column
+            output = model(**read, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+            cache, start = cache_of(output), column
             logits_RV = output.logits[:, -1]
             rows_R, next_R = feedback(logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)))
             if rows_R is not None:

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from torch.nn.utils.rnn import pad_sequence
 
 from condense import CondenseForCausalLM, loading
+from condense.cache_argument import CACHE, cache_of
 
 from ..draws import uniform
 from ..recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
@@ -103,12 +104,12 @@ class SpeechRate:
     def _by_difficulty(self, ids_BN: torch.Tensor) -> torch.Tensor:
         assert self.difficulty is not None
         judge = self.difficulty.judge.to(ids_BN.device)
-        output = judge(ids_BN, past_key_values=self.cache, use_cache=True)
+        output = judge(ids_BN, use_cache=True, **{CACHE: self.cache})
         predicted_BNV = output.logits.float()
         first = self.last_logits_B1V is None
         if self.last_logits_B1V is not None:
             predicted_BNV = torch.cat([self.last_logits_B1V, predicted_BNV], dim=1)
-        self.cache, self.last_logits_B1V = output.past_key_values, predicted_BNV[:, -1:]
+        self.cache, self.last_logits_B1V = cache_of(output), predicted_BNV[:, -1:]
         targets_BN = ids_BN[:, 1:] if first else ids_BN
         losses_BN = F.cross_entropy(predicted_BNV[:, :-1].mT, targets_BN, reduction="none")
         quantiles_BN = self.difficulty.quantiles(losses_BN)

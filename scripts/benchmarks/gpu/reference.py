@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from condense.cache_argument import cache_of
 from condense.eval.benchmark.models import build_model, cast_parameters
 
 DECODED_TOKENS = 4  # before a segment's border, and after it
@@ -87,7 +88,7 @@ def decode_around(model: Any, ids_BN: torch.Tensor, border: int) -> torch.Tensor
     first, output, logits = border - DECODED_TOKENS, None, []
     sizes = [first // 2, first - first // 2, *[1] * (2 * DECODED_TOKENS)]
     for part_BN in ids_BN[:, : border + DECODED_TOKENS].split(sizes, dim=1):
-        output = model(input_ids=part_BN, past_key_values=output and output.past_key_values, use_cache=True)
+        output = model(input_ids=part_BN, cache=output and cache_of(output), use_cache=True)
         logits.append(output.logits)
     return torch.cat(logits[2:], dim=1).double().cpu()
 
@@ -99,7 +100,7 @@ def decode_over_two_borders(model: Any, text: Text, segment: int) -> tuple[torch
     assert text.mask_BN is not None
     first, end = segment - DECODED_TOKENS, 2 * segment + segment // 2 + 2 * DECODED_TOKENS
     arguments = Text("", text.ids_BN[:, :first], text.mask_BN[:, :first], None).on(model.device)
-    cache = model(**arguments, use_cache=True).past_key_values
+    cache = cache_of(model(**arguments, use_cache=True))
     columns = text.ids_BN[:, first:end].to(model.device).split(1, dim=1)
-    logits = [model(input_ids=column_B1, past_key_values=cache).logits for column_B1 in columns]
+    logits = [model(input_ids=column_B1, cache=cache).logits for column_B1 in columns]
     return torch.cat(logits, dim=1).double().cpu(), cache.static_decoding

@@ -285,7 +285,10 @@ def test_refusals():
         ({"begin_suppress_tokens": [5]}, r"begin_suppress_tokens=\[5\]: generation by blocks does not support it"),
         ({"order": "left"}, "order='left' is not known: choose one of confidence, random"),
         ({"durations": ids}, "durations: generation by blocks does not accept it"),
-        ({"past_key_values": FoldedCache(model.config)}, "past_key_values: generation by blocks does not accept it"),
+        (
+            {"past_key_values": FoldedCache(model.config)},
+            "(cache|past_key_values): generation by blocks does not accept it",
+        ),
         ({"repetition_penalty": 1.3}, "repetition_penalty=1.3: generation by blocks does not support it"),
         ({"min_new_tokens": 2}, "min_new_tokens=2: generation by blocks does not support it"),
     ):

@@ -14,17 +14,14 @@ Axes: R rows of a chunk, T tokens of a chunk, K keys that the queries see, D hid
 heads, E head dimension, F intermediate size, x any size, 1 a broadcast axis.
 """
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from .attention import AttentionMask, AttentionMetadata, attend
 from .configuration import CondenseConfig
@@ -33,57 +30,25 @@ from .kernels.attention_inputs import attention_inputs, memory_of, takes_attenti
 from .kernels.layout import NEW, Places, Rows
 from .kernels.rms_norm import add_rms_norm, input_and_rms_norm, takes_norm_kernel
 from .kernels.rms_norm import rms_norm as fused_rms_norm
-from .kernels.rotary import RotaryTables, rotate
+from .kernels.rotary import rotate
 from .kernels.swiglu import silu_product
 from .linear import Linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk
 from .shared_weights import collects_rows, used
-from .transforms import is_transformed
 
 
-class RotaryEmbedding(LlamaRotaryEmbedding):
-    """As in transformers, but calls never change the frequencies.
-
-    In transformers, frequencies of `LENGTH_ROPE_TYPES` follow the longest position of a call, and remain for the next.
-    Within `CondenseConfig.check`'s limit on the segment length both are equal; durations may reach beyond it.
-    """
-
-    forward = torch.no_grad()(inspect.unwrap(LlamaRotaryEmbedding.forward))
-
-    def kept_tables(self, first: int, width: int, like: torch.Tensor, make: Callable[[], RotaryTables]) -> RotaryTables:
-        """Returns the tables of a segment's positions from `first` on. The first call that needs them runs `make`; they
-        are kept while the frequencies stay the same."""
-        if is_transformed() or is_in_torch_dispatch_mode():
-            return make()
-        frequencies = self.inv_freq
-        key = first, width, like.dtype, like.device, torch.is_inference_mode_enabled()
-        state = id(frequencies), None if frequencies.is_inference() else frequencies._version
-        kept = self.__dict__.setdefault("_kept_tables", {})
-        if kept.get("state") != state:
-            kept.clear()
-            kept["state"] = state
-        if key not in kept:
-            kept[key] = make()
-        return kept[key]
-
-    def __getstate__(self):
-        return {name: value for name, value in self.__dict__.items() if name != "_kept_tables"}
-
-    def _apply(self, fn, recurse=True):
-        """Moves only to other devices: in half precision a position of 1,000 would be off by a whole turn."""
-        accurate = dict(self.named_buffers())
-        super()._apply(fn, recurse)
-        for name, buffer in accurate.items():
-            moved = getattr(self, name)
-            if moved.dtype != buffer.dtype:
-                setattr(self, name, buffer.to(moved.device))
-        return self
-
-
-class RMSNorm(LlamaRMSNorm):
+class RMSNorm(nn.Module):
     """A Llama's norm. On CUDA it is one kernel, which keeps only its input for the backward pass; in float32 without
     gradients it is one operation on a CPU, too."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.variance_epsilon}"
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon)
@@ -132,19 +97,19 @@ def rms_norm(hidden_xD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) ->
         return fused_rms_norm(hidden_xD, weight_D, epsilon)
     if is_one_operation(hidden_xD):
         return F.rms_norm(hidden_xD, weight_D.shape, weight_D, epsilon)
-    return LlamaRMSNorm.forward(NormAttributes(weight_D, epsilon), hidden_xD)
+    return llama_rms_norm(hidden_xD, weight_D, epsilon)
+
+
+def llama_rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Returns weight * x / sqrt(mean(x^2) + epsilon) with a Llama's roundings: all but the weight in float32."""
+    wide_xD = hidden_xD.float()
+    scale_x1 = torch.rsqrt(wide_xD.square().mean(-1, keepdim=True) + epsilon)
+    return weight * (wide_xD * scale_x1).to(hidden_xD.dtype)
 
 
 def has_hooks(module: nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks)
-
-
-class NormAttributes(NamedTuple):
-    """The attributes of itself that a Llama's norm reads."""
-
-    weight: torch.Tensor
-    variance_epsilon: float
 
 
 def is_one_operation(hidden_RTD: torch.Tensor) -> bool:

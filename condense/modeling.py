@@ -26,12 +26,13 @@ from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import LayerOutputs
-from .layers import RMSNorm, RotaryEmbedding
+from .layers import RMSNorm
 from .linear import Linear
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
 from .pretrained_model import CondensePreTrainedModel
+from .rotary import RotaryEmbedding
 from .segmentation import UnpaddedBatch
 from .shared_weights import share_weights
 from .source_name import name_as_in_memory
@@ -50,7 +51,7 @@ class CondenseModel(CondensePreTrainedModel):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config=config)
+        self.rotary_emb = RotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.checkpoint_segments: int | None = None  # None: as many as make good use of a graph, otherwise 1
         self.post_init()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from ..cache_argument import CACHE, CACHE_NAMES, renamed, takes_past_key_values
 from ..configuration import CondenseConfig
@@ -22,6 +21,7 @@ from ..families import family_of
 from ..laboratories import DEPTH_LLAMA
 from ..modeling import CondenseForCausalLM
 from ..peft_support import add_default_targets
+from ..transformers_private import LlamaAttention, LlamaDecoderLayer
 from .block import build_field
 from .settings import DepthSettings
 from .stock import StockDepthBlock

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..kernels.layout import NEW, Places, Rows
 from ..kernels.rms_norm import add_rms_norm, input_and_rms_norm, takes_norm_kernel
@@ -26,11 +25,11 @@ from ..layers import (
     CondenseAttention,
     CondenseDecoderLayer,
     MemoryShare,
-    NormAttributes,
     RMSNorm,
     blend,
     has_hooks,
     is_one_operation,
+    llama_rms_norm,
 )
 from ..linear import Linear
 from ..products import stacked_products
@@ -269,8 +268,7 @@ class StackedNorm(_Stacked):
             return input_and_rms_norm(hidden_RxD, *self._for_kernel(places))
         weight_mD = self.stacked_parameters["weight"].stack()
         weight_m1D = weight_mD.view(len(weight_mD), *[1] * (hidden_RxD.dim() - 1), -1)
-        norm = NormAttributes(weight_m1D, self.stacked[0].variance_epsilon)
-        return hidden_RxD, self.normalize(hidden_RxD.unflatten(0, (len(weight_mD), -1)), norm).flatten(0, 1)
+        return hidden_RxD, self.normalize(hidden_RxD.unflatten(0, (len(weight_mD), -1)), weight_m1D).flatten(0, 1)
 
     def after_sum(
         self, hidden_RxD: torch.Tensor, residual_RxD: torch.Tensor, places: Places = NEW
@@ -287,13 +285,11 @@ class StackedNorm(_Stacked):
             return weight.stack(), epsilon, places
         return weight.shared(sums), epsilon, replace(places, of_weight=partial_sums)
 
-    def normalize(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
+    def normalize(self, hidden_mRxD: torch.Tensor, weight_m1D: torch.Tensor) -> torch.Tensor:
+        epsilon = self.stacked[0].variance_epsilon
         if is_one_operation(hidden_mRxD):
-            return self.fused(hidden_mRxD, norm)
-        return LlamaRMSNorm.forward(norm, hidden_mRxD)
-
-    def fused(self, hidden_mRxD: torch.Tensor, norm: NormAttributes) -> torch.Tensor:
-        return norm.weight * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, norm.variance_epsilon)
+            return weight_m1D * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, epsilon)
+        return llama_rms_norm(hidden_mRxD, weight_m1D, epsilon)
 
 
 class StackedMemoryShare(_Stacked):

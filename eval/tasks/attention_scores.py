@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from condense import CondenseForCausalLM
 from condense.kernels.rotary import rotate
+from condense.transformers_private import apply_rotary_pos_emb
 
 CELLS = 128  # of a map, along a segment; longer segments are averaged in blocks
 

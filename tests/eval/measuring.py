@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import condense.cli
 from condense import CondenseForCausalLM
+from condense.cache_argument import CACHE
 
 
 def command(*words):
@@ -45,4 +46,4 @@ class Writer:
         for ids in input_ids:
             said = torch.tensor(self.tokenizer.convert_tokens_to_ids(self.answer(ids)))
             rows.append(torch.cat([ids, said[: options["max_new_tokens"]]]))
-        return SimpleNamespace(sequences=torch.stack(rows), past_key_values=SimpleNamespace(layers=[]))
+        return SimpleNamespace(sequences=torch.stack(rows), **{CACHE: SimpleNamespace(layers=[])})

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from condense.cache_argument import cache_of
 from condense.eval.autoregressivity.experiments import ablate
 from condense.eval.autoregressivity.options import AblationOptions
 from condense.eval.autoregressivity.speech_rate import EVEN, SPEECHES, Speech, SpeechRates, talk
@@ -34,8 +35,8 @@ def test_measures_against_loops(task):
         for token, following in zip(texts.T[:-1], texts.T[1:], strict=True):
             durations = None if rate is None else rate.read(token[:, None])
             with torch.no_grad():
-                output = model(token[:, None], durations=durations, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+                output = model(token[:, None], durations=durations, cache=cache, use_cache=True)
+            cache = cache_of(output)
             losses.append(torch.nn.functional.cross_entropy(output.logits[:, -1], following).item())
         found = task.loss(model, texts, speech, difficulty)
         assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)

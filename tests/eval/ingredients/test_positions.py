@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from condense.cache_argument import CACHE, cache_of
 from condense.continuity import ContinuousLM, Sentence
 from condense.eval.ingredients.positions import PositionsForCausalLM, without_rotary
 from tests.eval.continuity.models import llama
@@ -52,8 +53,8 @@ def test_token_by_token(stock, num_positions):
     model, ids_BN = twin(stock, num_positions), ids()
     whole, cache = model(ids_BN).logits, None
     for token in range(ids_BN.shape[1]):
-        output = model(ids_BN[:, token : token + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(ids_BN[:, token : token + 1], use_cache=True, **{CACHE: cache})
+        cache = cache_of(output)
         assert torch.allclose(output.logits[:, 0], whole[:, token], atol=1e-12)
 
 

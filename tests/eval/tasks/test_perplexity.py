@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM, to_stock
+from condense.cache_argument import CACHE
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.results_store import ResultsStore
 from condense.eval.runner import measure
@@ -140,13 +141,13 @@ class Recaller:
     device, vocabulary = torch.device("cpu"), 32
     config = SimpleNamespace(model_type="recaller")
 
-    def __call__(self, ids, past_key_values=None, use_cache=True):
-        read = past_key_values or []
+    def __call__(self, ids, use_cache=True, **options):
+        read = options.get(CACHE) or []
         logits = torch.zeros(*ids.shape, self.vocabulary)
         if len(read) >= 2:
             followed = torch.cat([read[-2][:, 1:], read[-1][:, :1]], dim=1)
             logits.scatter_(2, followed[:, :, None], 100.0)
-        return type("Output", (), {"logits": logits, "past_key_values": [*read, ids]})
+        return type("Output", (), {"logits": logits, CACHE: [*read, ids]})
 
 
 def test_a_memory_that_matters_by_construction():

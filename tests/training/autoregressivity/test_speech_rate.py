@@ -6,6 +6,7 @@ from math import pi, sin
 import pytest
 import torch
 
+from condense.cache_argument import cache_of
 from condense.configuration import IGNORE_INDEX
 from condense.training.autoregressivity.speech_rate import (
     LEVELS,
@@ -80,8 +81,8 @@ def test_parts_and_single_tokens_equal_the_whole(difficulty, model, kind):
     logits, cache, durations = [], None, []
     for n in range(LENGTH):
         durations.append(single.read(ids[:, n : n + 1]))  # before the next token is known
-        output = model(ids[:, n : n + 1], durations=durations[-1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(ids[:, n : n + 1], durations=durations[-1], cache=cache, use_cache=True)
+        cache = cache_of(output)
         logits.append(output.logits)
     assert torch.equal(torch.cat(durations, dim=1), whole)
     losses = torch.nn.functional.cross_entropy(torch.cat(logits, dim=1)[:, :-1].mT, ids[:, 1:])

@@ -286,10 +286,13 @@ class StackedNorm(_Stacked):
         return weight.shared(sums), epsilon, replace(places, of_weight=partial_sums)
 
     def normalize(self, hidden_mRxD: torch.Tensor, weight_m1D: torch.Tensor) -> torch.Tensor:
-        epsilon = self.stacked[0].variance_epsilon
         if is_one_operation(hidden_mRxD):
-            return weight_m1D * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, epsilon)
-        return llama_rms_norm(hidden_mRxD, weight_m1D, epsilon)
+            return self.fused(hidden_mRxD, weight_m1D)
+        return llama_rms_norm(hidden_mRxD, weight_m1D, self.stacked[0].variance_epsilon)
+
+    def fused(self, hidden_mRxD: torch.Tensor, weight_m1D: torch.Tensor) -> torch.Tensor:
+        epsilon = self.stacked[0].variance_epsilon
+        return weight_m1D * F.rms_norm(hidden_mRxD, hidden_mRxD.shape[-1:], None, epsilon)
 
 
 class StackedMemoryShare(_Stacked):

@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
     """A Llama's norm. On CUDA it is one kernel, which keeps only its input for the backward pass; in float32 without
     gradients it is one operation on a CPU, too."""
 
-    def __init__(self, hidden_size: int, eps: float):
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.variance_epsilon = eps

@@ -429,7 +429,7 @@ def test_files_in_another_encoding_are_named(name, encoding, models, tmp_path, r
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("", "model is missing"), ("[1, 2]", "holds a list"), ("model: [", "is not YAML"), ("7", "holds a int")],
+    [("", "model is missing"), ("[1, 2]", "holds a list"), ("model: [", "is not YAML"), ("7", "holds a str")],
 )
 def test_recipes_that_are_none(text, word, tmp_path, run, no_processes):
     (tmp_path / "recipe.yaml").write_text(text)

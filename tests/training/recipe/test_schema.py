@@ -167,7 +167,6 @@ def test_stages_and_batches(recipe):
         (STAGES, ["model.source=[]"], "model.source=.*string"),
         (STAGES, ["model={kind: stock}"], "model.source is missing"),
         (STAGES, ["model.kind=[stock]"], "model: .*kind=\\['stock'\\] is unknown: choose one of 'condense', 'stock'"),
-        (STAGES, ["model=4"], "model=4"),
         (STAGES, ["model.schedule=diagonal"], "model.schedule='diagonal': .*'auto', 'sequential', 'wavefront'"),
         (STAGES, [*GRAPH, "attention_dropout=0.1"], "model.schedule=graph has no dropout"),
         (STAGES, [*GRAPH, "attention=flex_attention"], "model.schedule=graph has no attention=flex_attention"),

@@ -125,6 +125,7 @@ def _check_no_plan_options(report: Path | None, gpu_memory: float | None, tokens
 def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     """Checks a run and launches its ranks, unless it is finished. If they were stopped, exits with their code."""
     from condense.training.checkpoints.resume import finished
+    from condense.training.deepspeed_file import deepspeed_settings
     from condense.training.launch import how_ranks_ended, launch, load_local_recipe, num_ranks
     from condense.training.output_lock import check_unlocked
     from condense.training.preflight import check_run
@@ -136,7 +137,7 @@ def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     if (said := finished(resolved)) is not None:
         print(said)
         return
-    check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
+    check_run(resolved, ranks or num_ranks(), deepspeed_settings(resolved))
     try:
         launch(resolved, ranks, checked=True)
     except subprocess.CalledProcessError as error:

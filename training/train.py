@@ -49,6 +49,7 @@ from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
 from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
+from condense.training.deepspeed_file import deepspeed_settings
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
@@ -81,7 +82,7 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: boo
     """
     process = Process.from_environment()
     check_launch(recipe, process)
-    deepspeed = recipe.deepspeed_settings() if process.launched else None
+    deepspeed = deepspeed_settings(recipe) if process.launched else None
     if not checked:
         check_run(recipe, process.num_ranks, deepspeed)
     # Other ranks write only after joining the group, which needs the first rank.
@@ -101,7 +102,7 @@ def run(
     examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer, former=former)
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
         assert deepspeed is not None
-        deepspeed["checkpoint"] = {"load_universal": True}
+        deepspeed.setdefault("checkpoint", {})["load_universal"] = True
     if process.launched:
         distributed.join()
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
@@ -151,6 +152,7 @@ def run(
         with room_for_checkpoints(recipe.output):
             trainer.save_model(str(recipe.output))  # all ranks take part
         if process.is_first:
+            assert any(recipe.output.glob("*.safetensors")), f"no weights were written to {recipe.output}"
             use_default_mode(recipe.output)
             if batches.curriculum is not None:
                 batches.curriculum.save(recipe.output)

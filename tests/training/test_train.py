@@ -1,6 +1,7 @@
 """Training on two ranks of a CPU, through the launcher and without it, against training written out plainly."""
 
 import atexit
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from condense.training.checkpoints.complete import MARKER, checkpoints, newest_c
 from condense.training.checkpoints.resume import find_checkpoint
 from condense.training.data.batches import ValidationBatches
 from condense.training.data.tasks import make_examples
+from condense.training.deepspeed_file import GATHER
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
@@ -213,8 +215,14 @@ def test_zero_3_refuses_waves(stages, tmp_path):
     ["zero3", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2_offload", marks=pytest.mark.slow)],
 )
 def test_the_other_configurations_train_as_one_plain_process(stages, tmp_path, config):
-    run(stages, tmp_path, *SHORT, f"deepspeed=deepspeed_configs/{config}.json", "gradient_checkpointing=true")
-    assert_same_training(stages, tmp_path, *SHORT)
+    """As files of a user that say nothing of batches, clipping, precision and, under ZeRO-3, of gathering weights."""
+    zero = json.loads(Path(f"deepspeed_configs/{config}.json").read_text())["zero_optimization"]
+    zero.pop(GATHER, None)
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": zero}))
+    overrides = [*SHORT, "optimizer.max_grad_norm=0.1"]
+    run(stages, tmp_path / "out", *overrides, f"deepspeed={tmp_path / 'zero.json'}", "gradient_checkpointing=true")
+    assert_same_training(stages, tmp_path / "out", *overrides)
+    assert max(logged(tmp_path / "out", "grad_norm")) > 0.1  # so clipping has changed the weights
 
 
 @pytest.mark.parametrize("config", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])

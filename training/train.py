@@ -35,6 +35,7 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
+from condense.adapters import RECIPE
 from condense.files import use_default_mode
 from condense.generation_settings import remove_ineffective
 from condense.training import distributed
@@ -243,7 +244,7 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
         print(f"{not_counted}, so no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
-    (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
+    (recipe.output / RECIPE).write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
 
 
 def smaller_passes(recipe: Recipe) -> str:

@@ -13,7 +13,7 @@ from condense.files import check_output_folder
 from condense.loading import first_line
 
 from .adapters import check_targets
-from .checkpoints.resume import find_checkpoint
+from .checkpoints.resume import check_zero_stage, find_checkpoint
 from .data.samples import check_writer, first_token
 from .data.shards import source_files
 from .output_folder import check_output
@@ -35,10 +35,11 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     check_former_recipe(recipe.model.source)
     check_prepared(recipe)
     config = recipe.model.load_config()
-    if deepspeed is not None:
+    zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
+    if deepspeed:
         check_deepspeed(recipe, deepspeed, ranks)
-        if deepspeed["zero_optimization"]["stage"] == 3:
-            check_zero_3(recipe, config.vocab_size)
+    if zero_stage == 3:
+        check_zero_3(recipe, config.vocab_size)
     tokenizer = recipe.model.load_tokenizer(config)
     check_samples(recipe, config, tokenizer)
     longest = recipe.longest_text(getattr(config, "segment_length", 1))  # stock models have stages
@@ -46,7 +47,8 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     model = recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     if recipe.lora:
         check_targets(model, recipe.lora)
-    find_checkpoint(recipe)
+    if (checkpoint := find_checkpoint(recipe)) is not None:
+        check_zero_stage(checkpoint, zero_stage)
 
 
 def check_reporter(report_to: str) -> None:

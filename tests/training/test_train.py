@@ -34,6 +34,7 @@ from .recipes import text_data, write_recipe, write_texts
 from .runs import (
     ROOT,
     assert_same_training,
+    copy_checkpoint,
     expected,
     fails,
     log_lines,
@@ -284,6 +285,18 @@ def test_going_on_at_another_number_of_ranks(stages, finished, tmp_path, after):
     assert losses == pytest.approx(expected(stages)[0], abs=1e-4)
 
 
+def test_zero_0_goes_on_at_another_number_of_ranks(stages, tmp_path):
+    """It divides nothing among ranks, so its checkpoints have no universal form and need none."""
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 0}}')
+    overrides = [*SHORT, f"deepspeed={tmp_path / 'zero.json'}", "checkpoints.every=2"]
+    run(stages, tmp_path / "two", *overrides)
+    copy_checkpoint(tmp_path / "two", tmp_path / "one", 2)
+    losses, _, weights = expected(stages, *SHORT)
+    assert run(stages, tmp_path / "one", *overrides, ranks=1)[0] == pytest.approx(losses, abs=1e-4)
+    for name, tensor in CondenseForCausalLM.from_pretrained(tmp_path / "one").state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(stages, tmp_path):
     """A learning rate that destroys the model in its first step: the loss of the second one is not a number."""
     rates = ["optimizer.learning_rate=1e18", "optimizer.final_learning_rate=1e18", "checkpoints.every=1"]
@@ -382,6 +395,7 @@ def test_a_run_goes_on_under_its_own_recipe(stages, finished):
 def test_going_on_from_another_output(stages, finished, tmp_path):
     """Where the output has a checkpoint of its own, that is newer: the same command can be started again."""
     resume = f"resume={finished / 'checkpoint-4'}"
+    shutil.copy(finished / "recipe.json", tmp_path)
     (tmp_path / "checkpoint-8").mkdir()  # a killed run was writing it
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text("{")
     run(stages, tmp_path, resume)

@@ -44,7 +44,14 @@ from condense.training.allocator import record_history, snapshot_when_full
 from condense.training.callbacks import Evaluations, GrowCurriculum, LearningRate, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete, room_for_checkpoints
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import changes, find_checkpoint, finished, former_stages, make_universal
+from condense.training.checkpoints.resume import (
+    changes,
+    find_checkpoint,
+    finished,
+    former_stages,
+    how_to_resume,
+    make_universal,
+)
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
@@ -79,7 +86,7 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: boo
     """Runs a recipe as one rank; `checked` is true if `check_run` has passed.
 
     Raises `ValueError` before writing anything if the run can't begin. Raises `Stopped` if a signal of `stop_on` has
-    ended it with a checkpoint.
+    ended it with a checkpoint, and `KeyboardInterrupt` that says how it resumes.
     """
     process = Process.from_environment()
     check_launch(recipe, process)
@@ -88,7 +95,10 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: boo
         check_run(recipe, process.num_ranks, deepspeed)
     # Other ranks write only after joining the group, which needs the first rank.
     with output_lock(recipe.output) if process.is_first else nullcontext():
-        run(recipe, process, deepspeed, stop_on)
+        try:
+            run(recipe, process, deepspeed, stop_on)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"interrupted: {how_to_resume(recipe)}") from None
 
 
 def run(
@@ -358,7 +368,7 @@ def main() -> None:
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         if (said := finished(recipe)) is None:
-            stop_on = [PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM]
+            stop_on = [*PLEASE_SAVE.values()] if by_deepspeed else [*PLEASE_SAVE.values(), signal.SIGTERM]
             train(recipe, stop_on, arguments.checked)
         elif rank in (None, "0"):
             print(said, flush=True)
@@ -366,6 +376,10 @@ def main() -> None:
         code = STOPPED
         if rank in (None, "0"):
             print(stopped, flush=True)
+    except KeyboardInterrupt as interrupt:
+        code = 128 + signal.SIGINT
+        if rank in (None, "0"):
+            print(f"\n{interrupt}", flush=True)
     except (
         ValueError,
         OSError,

@@ -71,6 +71,14 @@ def finished(recipe: Recipe) -> str | None:
     )
 
 
+def how_to_resume(recipe: Recipe) -> str:
+    """Says where the same command begins after a run has ended early."""
+    checkpoint = newest_checkpoint(recipe.output) or recipe.resume
+    if checkpoint is None:
+        return "there is no checkpoint yet, so the same command begins the run anew"
+    return f"the same command resumes it from {checkpoint}"
+
+
 class Changes(NamedTuple):
     """The changes since a checkpoint was written, each in words."""
 

@@ -28,8 +28,8 @@ def check_targets(model: Any, lora: "LoRA") -> None:
 def add_adapters(model: Any, lora: "LoRA") -> Any:
     """Returns PEFT's model around this one, with its own weights frozen; torch's generator draws the adapters.
 
-    It saves adapters alone. By default PEFT saves the embedding and the head too if one of them is adapted, or if it has
-    another number of tokens than the base's configuration, which a model that was folded in memory has in no folder.
+    It saves adapters alone. By default PEFT saves the embedding and the head too if one of them is adapted or has
+    other rows than the base's configuration says, which a model that was folded in memory has in no folder.
     """
     from peft import LoraConfig, PeftModelForCausalLM, get_peft_model
 

@@ -28,6 +28,11 @@ REFUSED = {
     "expert_parallel": DIVIDING,
     "torch_autocast": "the recipe's dtype decides the precision; remove it",
 }
+# Of `zero_optimization`: the only value that works here, and what to do about others.
+ONLY_VALUES = {
+    "cpu_offload": (False, 'its name is now "offload_optimizer": {"device": "cpu"}; write that instead'),
+    "compute_grad_norm": (True, "gradients are clipped and checked by their norm; remove it"),
+}
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 NAMES_OF_GATHER = (GATHER, "gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
 
@@ -49,6 +54,9 @@ def deepspeed_settings(recipe: Recipe) -> dict[str, Any]:
     for key, reason in REFUSED.items():
         if key in settings:
             raise ValueError(f"{named} has {key!r}: {reason}.")
+    for key, (value, reason) in ONLY_VALUES.items():
+        if zero.get(key, value) is not value:
+            raise ValueError(f"{named} has zero_optimization.{key}={zero[key]!r}: {reason}.")
     _fill_batches(settings, recipe, named)
     _fill_precision(settings, recipe, named)
     if stage == 3:
@@ -61,7 +69,7 @@ def _read(path: Path, named: str) -> Any:
         for number, (key, _) in enumerate(pairs):
             if key in dict(pairs[:number]):
                 raise ValueError(f"the key {key!r} occurs twice")
-        return dict(pairs)
+        return {key: value for key, value in pairs if value is not None}  # null is the default, as for DeepSpeed
 
     try:
         return json.loads(read_text(path), object_pairs_hook=once)
@@ -90,6 +98,8 @@ def _fill_precision(settings: dict[str, Any], recipe: Recipe, named: str) -> Non
             raise ValueError(f'{named} has {name}={section!r}: write {{"enabled": "auto"}}, or remove it.')
         _check_agrees(f"{named} has {name}.enabled", section.get("enabled", AUTO), f"dtype={recipe.dtype}", [is_on])
         section["enabled"] = is_on
+    overflow = settings["bf16"].get("check_grad_overflow", AUTO)
+    _check_agrees(f"{named} has bf16.check_grad_overflow", overflow, "max_skipped_steps", [True])
 
 
 def _fill_gathering(zero: dict[str, Any], named: str) -> None:

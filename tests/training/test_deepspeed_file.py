@@ -48,9 +48,11 @@ def test_what_the_recipe_decides_is_filled_in(recipe_with):
 
 def test_what_is_the_recipes_may_stand_in_the_file(recipe_with):
     own = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1}
+    own |= {"zero_optimization": {"stage": 2, "offload_optimizer": None}, "optimizer": None}
     own |= {"bf16": {"enabled": False}, "fp16": {"enabled": "auto", "loss_scale": 0}, "steps_per_print": 5}
     settings = deepspeed_settings(recipe_with(own))
     assert all(settings[name] == "auto" for name in [*BATCHES, "gradient_clipping"])
+    assert settings["zero_optimization"] == {"stage": 2} and "optimizer" not in settings
     assert settings["fp16"] == {"enabled": False, "loss_scale": 0} and settings["steps_per_print"] == 5
     old = deepspeed_settings(recipe_with({"bfloat16": {"enabled": True}}, "dtype=bfloat16"))
     assert old["bf16"] == {"enabled": True} and "bfloat16" not in old
@@ -74,6 +76,9 @@ def test_what_is_the_recipes_may_stand_in_the_file(recipe_with):
         ({"tensor_parallel": {"autotp_size": 2}}, "has 'tensor_parallel': here each rank trains whole layers"),
         ({"sequence_parallel_size": 2}, "has 'sequence_parallel_size'"),
         ({"torch_autocast": {"enabled": True}}, "has 'torch_autocast': the recipe's dtype"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 'cpu_offload=True: .*"offload_optimizer"'),
+        ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, "compute_grad_norm=False: gradients are"),
+        ({"bf16": {"check_grad_overflow": False}}, "has bf16.check_grad_overflow=False, .* by max_skipped_steps"),
         ({"train_batch_size": 64}, "has train_batch_size=64, which the recipe decides by global_batch: remove it, or"),
         ({"train_micro_batch_size_per_gpu": 1}, "has train_micro_batch_size_per_gpu=1, .* by micro_batch"),
         ({"train_micro_batch_size_per_gpu": "2"}, "has train_micro_batch_size_per_gpu='2', .* by micro_batch"),

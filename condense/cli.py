@@ -124,7 +124,8 @@ def _check_no_plan_options(report: Path | None, gpu_memory: float | None, tokens
 
 def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     """Checks a run and launches its ranks, unless it is finished. If they were stopped, exits with their code."""
-    from condense.training.checkpoints.resume import finished
+    from condense.training.checkpoints.resume import finished, how_to_resume
+    from condense.training.deepspeed_file import deepspeed_settings
     from condense.training.launch import how_ranks_ended, launch, load_local_recipe, num_ranks
     from condense.training.output_lock import check_unlocked
     from condense.training.preflight import check_run
@@ -136,13 +137,16 @@ def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     if (said := finished(resolved)) is not None:
         print(said)
         return
-    check_run(resolved, ranks or num_ranks(), resolved.deepspeed_settings())
+    check_run(resolved, ranks or num_ranks(), deepspeed_settings(resolved))
     try:
         launch(resolved, ranks, checked=True)
     except subprocess.CalledProcessError as error:
         if error.returncode == STOPPED:
             raise typer.Exit(STOPPED) from None
-        raise ValueError(how_ranks_ended(error.returncode)) from None
+        raise ValueError(how_ranks_ended(error.returncode, resolved)) from None
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: {how_to_resume(resolved)}", flush=True)
+        raise
 
 
 @app.command(epilog=f"Recipes of this package: {', '.join(recipe_names())}.")

@@ -156,13 +156,16 @@ def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
 def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[Item, Record]]:
     """Returns the items of a task with their records, measured now if the store has none."""
     store, items = store or ResultsStore(None, {}), task.items()
-    measured = []
-    with ProgressBar(items, desc=task.kind, unit=task.unit) as bar:
-        for item in bar:
-            key = task.key(item)
-            bar.set_postfix_str(" ".join(map(str, key.values())))
+    keys, measured = [task.key(item) for item in items], []
+    pending = [key not in store for key in keys]
+    done = len(items) - sum(pending)
+    with ProgressBar(total=len(items), initial=done, desc=task.kind, unit=task.unit) as bar:
+        for item, key, is_pending in zip(items, keys, pending, strict=True):
+            if is_pending:
+                bar.set_postfix_str(" ".join(map(str, key.values())))
             measured.append((item, store.get(key, partial(_record, task, item))))
-    store.sort([task.key(item) for item in items])
+            bar.update(is_pending)
+    store.sort(keys)
     return measured
 
 

@@ -429,7 +429,7 @@ def test_files_in_another_encoding_are_named(name, encoding, models, tmp_path, r
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("", "model is missing"), ("[1, 2]", "holds a list"), ("model: [", "is not YAML"), ("7", "holds a int")],
+    [("", "model is missing"), ("[1, 2]", "holds a list"), ("model: [", "is not YAML"), ("7", "holds a str")],
 )
 def test_recipes_that_are_none(text, word, tmp_path, run, no_processes):
     (tmp_path / "recipe.yaml").write_text(text)
@@ -526,11 +526,12 @@ def test_training_on_weights_that_are_not_finite_writes_nothing(models, new_proc
     shutil.copytree(models["llama"], tmp_path / "model")
     DAMAGE["weights are not finite"][0](tmp_path / "model")
     (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    (tmp_path / "out" / "recipe.json").write_text('{"model": {}, "output": "out", "data": {}}')
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=tmp_path / "model", output=tmp_path / "out"))
     code = "import runpy; runpy.run_path('training/train.py', run_name='__main__')"
     done = new_process(code, "--recipe", tmp_path / "recipe.yaml")
     assert done.returncode == 1 and NORM in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".run.lock", "checkpoint-7"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".run.lock", "checkpoint-7", "recipe.json"]
 
 
 def test_a_report_on_nothing_that_can_be_read(tmp_path, refused):

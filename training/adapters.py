@@ -26,8 +26,16 @@ def check_targets(model: Any, lora: "LoRA") -> None:
 
 
 def add_adapters(model: Any, lora: "LoRA") -> Any:
-    """Returns PEFT's model around this one, with its own weights frozen; torch's generator draws the adapters."""
-    from peft import LoraConfig, get_peft_model
+    """Returns PEFT's model around this one, with its own weights frozen; torch's generator draws the adapters.
+
+    It saves adapters alone. By default PEFT saves the embedding and the head too if one of them is adapted or has
+    other rows than the base's configuration says, which a model that was folded in memory has in no folder.
+    """
+    from peft import LoraConfig, PeftModelForCausalLM, get_peft_model
+
+    class AdaptersAlone(PeftModelForCausalLM):
+        def save_pretrained(self, save_directory, **options):
+            super().save_pretrained(save_directory, save_embedding_layers=False, **options)
 
     check_targets(model, lora)
     settings = LoraConfig(
@@ -38,6 +46,7 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, settings)
+    adapted.__class__ = AdaptersAlone
     for module in adapted.modules():
         if type(module) is nn.Linear:  # to sum the gradients of all segments in float32, as the model's own maps do
             module.__class__ = Linear

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 import yaml
 
+from .checkpoints.resume import how_to_resume
 from .output_lock import was_finished
 from .recipe import Recipe, load_recipe
 from .subprocesses import child_environment, run_to_end
@@ -63,16 +64,14 @@ def launch(recipe: Recipe, ranks: int | None = None, checked: bool = False) -> N
         raise subprocess.CalledProcessError(exit_code or 1, command)
 
 
-def how_ranks_ended(exit_code: int) -> str:
+def how_ranks_ended(exit_code: int, recipe: Recipe) -> str:
     """Explains a run's exit code; DeepSpeed's launcher passes on the code of the first rank to fail."""
     number = 256 - exit_code  # of the signal that ended the rank, if any
     if number not in set(signal.Signals):
         return f"training ended with exit code {exit_code}; the message of the rank that failed is above."
     name, often = signal.Signals(number).name, ", which the system sends when memory runs out"
-    return (
-        f"training ended because a rank received {name}{often if number == signal.SIGKILL else ''}; the same command "
-        "resumes it from its last complete checkpoint."
-    )
+    why = f"a rank received {name}{often if number == signal.SIGKILL else ''}"
+    return f"training ended because {why}; {how_to_resume(recipe)}."
 
 
 def _devices(ranks: int) -> list[str]:

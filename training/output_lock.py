@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
+from condense.files import check_not_linked
+
 PATIENCE_S = 2.0  # another process's check holds the lock for a moment
 
 
@@ -23,11 +25,13 @@ PATIENCE_S = 2.0  # another process's check holds the lock for a moment
 def output_lock(folder: Path, name: str = "run") -> Iterator[None]:
     """Locks `folder` for the files of `name`. If the file system has no locks, prints a warning instead.
 
-    If the lock is taken, raises `ValueError` with the holding process, its machine and the start time.
+    Raises `ValueError` with the holding process, its machine and the start time if the lock is taken, and if the lock
+    file is a link.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = lock_file(folder, name)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    check_not_linked(path)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         _acquire(descriptor, path, PATIENCE_S)
         owner = {

@@ -1,18 +1,22 @@
 """Checks that take seconds and write nothing, before ranks start or documents are prepared."""
 
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from condense.checks import check_attention, check_full_attention
 from condense.files import check_output_folder
+from condense.loading import first_line
 
 from .adapters import check_targets
-from .checkpoints.resume import find_checkpoint
+from .checkpoints.resume import check_zero_stage, find_checkpoint
 from .data.samples import check_writer, first_token
 from .data.shards import source_files
+from .output_folder import check_output
 from .presets import find_recipe, recipe_names
 from .recipe import DocumentData, Recipe, SampleData
 
@@ -20,18 +24,21 @@ from .recipe import DocumentData, Recipe, SampleData
 def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> None:
     """Raises `ValueError` with a one-sentence message if a run of `ranks` ranks could not begin.
 
-    `deepspeed` is the content of the DeepSpeed configuration, or None without the launcher. Only names and shapes of
-    the model's weights are read.
+    `deepspeed` has what `deepspeed_settings` returns, or is None without the launcher. Only names and shapes of the
+    model's weights are read.
     """
     recipe.accumulation(ranks)
     check_attention(recipe.attention)
     recipe.model.check_machine()
     check_reporter(recipe.report_to)
-    check_output_folder(recipe.output)
+    check_output(recipe.output)
     check_former_recipe(recipe.model.source)
     check_prepared(recipe)
     config = recipe.model.load_config()
-    if deepspeed and deepspeed["zero_optimization"]["stage"] == 3:
+    zero_stage = deepspeed["zero_optimization"]["stage"] if deepspeed else None
+    if deepspeed:
+        check_deepspeed(recipe, deepspeed, ranks)
+    if zero_stage == 3:
         check_zero_3(recipe, config.vocab_size)
     tokenizer = recipe.model.load_tokenizer(config)
     check_samples(recipe, config, tokenizer)
@@ -40,7 +47,8 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     model = recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     if recipe.lora:
         check_targets(model, recipe.lora)
-    find_checkpoint(recipe)
+    if (checkpoint := find_checkpoint(recipe)) is not None:
+        check_zero_stage(checkpoint, zero_stage)
 
 
 def check_reporter(report_to: str) -> None:
@@ -70,6 +78,23 @@ def check_prepared(recipe: Recipe) -> None:
             source_files(source)
     if isinstance(recipe.data, DocumentData | SampleData):
         check_output_folder(Path(recipe.data.prepared))
+
+
+def check_deepspeed(recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> None:
+    """Raises `ValueError` for settings that DeepSpeed's own parser refuses."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    accumulation = recipe.accumulation(ranks)
+    numbers = {"gradient_accumulation_steps": accumulation, "gradient_clipping": recipe.optimizer.max_grad_norm}
+    numbers |= {"train_micro_batch_size_per_gpu": 1, "train_batch_size": accumulation}  # DeepSpeed sees one rank here
+    try:
+        DeepSpeedConfig(deepcopy(deepspeed) | numbers)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"deepspeed={recipe.deepspeed}: {key}={first['input']!r}: {first['msg']}.") from error
+    except Exception as error:  # whatever a parser stumbles over
+        raise ValueError(f"deepspeed={recipe.deepspeed}: DeepSpeed refuses it: {first_line(error)}") from error
 
 
 def check_samples(recipe: Recipe, config: Any, tokenizer: Any) -> None:

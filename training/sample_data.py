@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
+from condense.files import check_not_linked
+
 from .data.fact_kinds import all_texts
 from .data.passkey import NAMES, PASSKEY_TEXTS
 from .data.recall import RECALL_TEXTS
@@ -132,9 +134,10 @@ def write_sample_data(folder: Path, seed: int = 0) -> None:
 def copy_files(made: Path, folder: Path) -> None:
     """Copies all files to a folder, with the modes of new files: a temporary folder's own would close it to others.
 
-    Raises `ValueError` first if a file exists there with different content.
+    Raises `ValueError` first if a file exists there with different content, or is a link.
     """
     copies = {path: folder / path.relative_to(made) for path in made.rglob("*.*")}
+    check_not_linked(*copies.values())
     for path, copy in copies.items():
         if copy.exists() and copy.read_bytes() != path.read_bytes():
             raise ValueError(f"{copy} exists with different content: pass another folder, or delete it.")

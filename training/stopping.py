@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from .subprocesses import PLEASE_SAVE
+
 
 class Stopped(Exception):
     """A signal has stopped the run, and a checkpoint has been written."""
@@ -32,7 +34,9 @@ class StopOnSignal(TrainerCallback):
 
     @property
     def name(self) -> str:
-        return signal.Signals(self.received).name
+        """Returns the name of the signal that came, to this process or to the one that then asked it."""
+        sent = signal.Signals(self.received)
+        return next((came for came, asks in PLEASE_SAVE.items() if asks == sent), sent).name
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Before the first step nothing is worth saving, so a signal ends the process at once."""

@@ -2,8 +2,8 @@
 
 `condense train` starts DeepSpeed's runner, which starts its launcher, which starts the ranks. Neither runner nor
 launcher forwards every signal, and SIGKILL can't be forwarded. So the parent ends its children, and each rank watches
-its parents. A launcher sends SIGTERM to all ranks when one of them fails, so the parent asks for a checkpoint with a
-different signal.
+its parents. A launcher sends SIGTERM to all ranks when one of them fails, so the parent asks for a checkpoint with
+different signals.
 """
 
 import os
@@ -24,7 +24,8 @@ import condense
 
 PARENT = "CONDENSE_PARENT"  # a process started by `run_to_end` ends with this one
 STOPPED = os.EX_TEMPFAIL  # exit code (75) of a run stopped by a signal; the same command resumes it
-PLEASE_SAVE = signal.SIGUSR1  # asks a rank to write a checkpoint and end
+# A signal to this process: the one that then asks a rank to write a checkpoint and end, and that tells it which came.
+PLEASE_SAVE = {signal.SIGUSR1: signal.SIGUSR1, signal.SIGTERM: signal.SIGUSR2}
 SAVING_S = 600  # for the ranks to do so
 GRACE_S = 30  # between SIGTERM and SIGKILL
 INTERVAL_S = 0.25
@@ -152,7 +153,7 @@ def _ask_for_checkpoint(number: int) -> bool:
         sys.stdout.flush()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):
-            rank.send_signal(PLEASE_SAVE)
+            rank.send_signal(PLEASE_SAVE[signal.Signals(number)])
     return bool(ranks)
 
 

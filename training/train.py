@@ -35,6 +35,7 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
+from condense.adapters import RECIPE
 from condense.files import use_default_mode
 from condense.generation_settings import remove_ineffective
 from condense.training import distributed
@@ -43,12 +44,20 @@ from condense.training.allocator import record_history, snapshot_when_full
 from condense.training.callbacks import Evaluations, GrowCurriculum, LearningRate, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete, room_for_checkpoints
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import changes, find_checkpoint, finished, former_stages, make_universal
+from condense.training.checkpoints.resume import (
+    changes,
+    find_checkpoint,
+    finished,
+    former_stages,
+    how_to_resume,
+    make_universal,
+)
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
 from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
+from condense.training.deepspeed_file import deepspeed_settings
 from condense.training.distributed import Process
 from condense.training.output_lock import output_lock
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
@@ -77,16 +86,19 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: boo
     """Runs a recipe as one rank; `checked` is true if `check_run` has passed.
 
     Raises `ValueError` before writing anything if the run can't begin. Raises `Stopped` if a signal of `stop_on` has
-    ended it with a checkpoint.
+    ended it with a checkpoint, and `KeyboardInterrupt` that says how it resumes.
     """
     process = Process.from_environment()
     check_launch(recipe, process)
-    deepspeed = recipe.deepspeed_settings() if process.launched else None
+    deepspeed = deepspeed_settings(recipe) if process.launched else None
     if not checked:
         check_run(recipe, process.num_ranks, deepspeed)
     # Other ranks write only after joining the group, which needs the first rank.
     with output_lock(recipe.output) if process.is_first else nullcontext():
-        run(recipe, process, deepspeed, stop_on)
+        try:
+            run(recipe, process, deepspeed, stop_on)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"interrupted: {how_to_resume(recipe)}") from None
 
 
 def run(
@@ -101,7 +113,7 @@ def run(
     examples, held_out = (None, None) if recipe.curriculum else make_examples(recipe, tokenizer, former=former)
     if checkpoint is not None and make_universal(checkpoint, process.num_ranks, zero_stage):
         assert deepspeed is not None
-        deepspeed["checkpoint"] = {"load_universal": True}
+        deepspeed.setdefault("checkpoint", {})["load_universal"] = True
     if process.launched:
         distributed.join()
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(recipe.output / "tensorboard"))
@@ -151,6 +163,7 @@ def run(
         with room_for_checkpoints(recipe.output):
             trainer.save_model(str(recipe.output))  # all ranks take part
         if process.is_first:
+            assert any(recipe.output.glob("*.safetensors")), f"no weights were written to {recipe.output}"
             use_default_mode(recipe.output)
             if batches.curriculum is not None:
                 batches.curriculum.save(recipe.output)
@@ -241,7 +254,7 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
         print(f"{not_counted}, so no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
-    (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
+    (recipe.output / RECIPE).write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
 
 
 def smaller_passes(recipe: Recipe) -> str:
@@ -355,7 +368,7 @@ def main() -> None:
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         if (said := finished(recipe)) is None:
-            stop_on = [PLEASE_SAVE] if by_deepspeed else [PLEASE_SAVE, signal.SIGTERM]
+            stop_on = [*PLEASE_SAVE.values()] if by_deepspeed else [*PLEASE_SAVE.values(), signal.SIGTERM]
             train(recipe, stop_on, arguments.checked)
         elif rank in (None, "0"):
             print(said, flush=True)
@@ -363,6 +376,10 @@ def main() -> None:
         code = STOPPED
         if rank in (None, "0"):
             print(stopped, flush=True)
+    except KeyboardInterrupt as interrupt:
+        code = 128 + signal.SIGINT
+        if rank in (None, "0"):
+            print(f"\n{interrupt}", flush=True)
     except (
         ValueError,
         OSError,

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from condense.adapters import RECIPE
 from condense.files import atomic_folder
+from condense.training.output_lock import was_finished
 from condense.training.recipe import Recipe
 from condense.training.train import train
 
@@ -74,9 +76,13 @@ def placed(model: Any) -> Any:
 def train_alone(recipe: Recipe) -> None:
     """Trains in this process, even if it is one of several that share a measurement, and prints nothing.
 
+    A run that has finished is not repeated, though its checkpoints are removed.
     Raises `ValueError` for several GPUs, or if the loss or the gradient is not finite.
     """
     check_one_gpu()
+    begun = recipe.output / RECIPE
+    if was_finished(recipe.output) and begun.exists() and begun.read_text() == recipe.model_dump_json(indent=2):
+        return
     taken = {name: os.environ.pop(name) for name in LAUNCHER if name in os.environ}
     try:
         with redirect_stdout(io.StringIO()), warnings.catch_warnings():

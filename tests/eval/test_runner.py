@@ -79,6 +79,15 @@ def test_a_stopped_measurement_resumes(tmp_path, stop):
     assert [row["square"] for row in run(third, tmp_path)["squares"]] == [4, 49] and third.calls == [7]
 
 
+def test_the_bar_of_a_resumed_measurement_begins_where_it_stopped(tmp_path, capsys):
+    with pytest.raises(Stopped):
+        run(Squares([3, 1, 2], stop=2), tmp_path)
+    capsys.readouterr()
+    run(Squares([3, 1, 2]), tmp_path)
+    first, *_, last = [line for line in capsys.readouterr().err.splitlines() if "squares" in line]
+    assert " 2/3 " in first and " 3/3 " in last
+
+
 def test_what_is_written(tmp_path):
     results = run(Squares([1, 2]), tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").iterdir() if not path.name.startswith(".")} == {

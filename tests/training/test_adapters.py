@@ -59,6 +59,17 @@ def test_adapters_alone_are_trained_and_saved(finished):
     assert not (finished / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("targets", ["q_proj", "lm_head"])
+def test_saving_them_asks_no_folder_for_the_base(recipe, tmp_path, recwarn, targets):
+    """PEFT would look for the vocabulary of a model that was folded in memory, and warn at each checkpoint."""
+    convert(recipe.parent / "start", tmp_path / "stock", "--to", "stock")
+    changes = [f"model={tmp_path / 'stock'}", "model.segment_length=40", "stages.0.steps=2"]
+    train(load_recipe(recipe, [f"output={tmp_path / 'out'}", *changes, f"lora.targets=[{targets}]"]))
+    assert not [str(one.message) for one in recwarn if "adapters" in one.filename or "peft" in one.filename]
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert names and all(targets in name and "lora_" in name for name in names)
+
+
 def test_a_resumed_run_is_the_same(recipe, finished, tmp_path):
     shutil.copytree(finished / "checkpoint-3", tmp_path / "checkpoint-3")
     train(load_recipe(recipe, [f"output={tmp_path}"]))

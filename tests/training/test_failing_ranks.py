@@ -1,6 +1,7 @@
 """A run that fails says why once: in the sentence of the rank that failed first."""
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import condense.cli
 from condense import CondenseForCausalLM
 from condense.training import launch, train
+from condense.training.recipe import load_recipe
 
 from .ranks import run_ranks
 from .runs import folded_recipe, launch_from_a_shell, rank_arguments, train_with
@@ -69,7 +71,7 @@ def launch_script(script: str, recipe: Path) -> None:
     try:
         launch_from_a_shell(recipe, [], 2)
     except subprocess.CalledProcessError as error:
-        print(f"exit code {error.returncode}: {launch.how_ranks_ended(error.returncode)}")
+        print(f"exit code {error.returncode}: {launch.how_ranks_ended(error.returncode, load_recipe(recipe))}")
 
 
 @pytest.mark.parametrize(
@@ -100,12 +102,20 @@ def test_the_launcher_adds_nothing(tmp_path, ends, said):
 
 
 def test_exit_codes_in_words(monkeypatch, capsys, tmp_path):
-    assert launch.how_ranks_ended(1) == "training ended with exit code 1; the message of the rank that failed is above."
-    assert "received SIGTERM; the same command resumes it" in launch.how_ranks_ended(256 - signal.SIGTERM)
+    recipe = load_recipe(recipe_in(tmp_path), [f"output={tmp_path / 'out'}"])
+    said = launch.how_ranks_ended(1, recipe)
+    assert said == "training ended with exit code 1; the message of the rank that failed is above."
+    said = launch.how_ranks_ended(256 - signal.SIGTERM, recipe)
+    assert "received SIGTERM; there is no checkpoint yet, so the same command begins the run anew" in said
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-3" / "complete.json").touch()
+    said = launch.how_ranks_ended(256 - signal.SIGTERM, recipe)
+    assert f"received SIGTERM; the same command resumes it from {tmp_path / 'out' / 'checkpoint-3'}." in said
+    shutil.rmtree(tmp_path / "out")
 
     def fail(*args, **options):
         raise subprocess.CalledProcessError(256 - signal.SIGSEGV, "deepspeed")
 
     monkeypatch.setattr(launch, "launch", fail)
-    with pytest.raises(ValueError, match="a rank received SIGSEGV; the same command resumes it"):
+    with pytest.raises(ValueError, match="a rank received SIGSEGV; there is no checkpoint yet"):
         condense.cli.train(str(recipe_in(tmp_path)), [f"output={tmp_path / 'out'}"])

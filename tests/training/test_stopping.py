@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+import condense.cli
 from condense import CondenseForCausalLM
 from condense.training import train
 from condense.training.checkpoints.complete import checkpoints, newest_checkpoint
@@ -111,6 +112,37 @@ def test_a_signal_that_arrives_while_ranks_agree_stops_after_the_next_step(monke
     assert steps == [2] and stop.stopped and stop.name == "SIGUSR1"
 
 
+@pytest.mark.parametrize(("asked", "came"), [("SIGUSR1", "SIGUSR1"), ("SIGUSR2", "SIGTERM"), ("SIGTERM", "SIGTERM")])
+def test_the_signal_that_came_is_named(asked, came):
+    """`condense train` passes SIGTERM on as SIGUSR2, since the launcher sends SIGTERM for reasons of its own."""
+    stop = StopOnSignal([])
+    stop.received = int(signal.Signals[asked])
+    assert stop.name == came
+
+
+def test_an_interrupted_run_says_how_it_resumes(recipe, tmp_path, monkeypatch):
+    """Ctrl-C: at once, without a checkpoint of its own."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background ignores it
+    try:
+        for step, said in ((3, "there is no checkpoint yet, so"), (6, f"resumes it from {tmp_path / 'checkpoint-4'}")):
+            monkeypatch.setattr(CondenseForCausalLM, "forward", SignalInStep(step, 2, signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt, match=f"interrupted: .*{said}"):
+                train.train(load_recipe(recipe, [f"output={tmp_path}"]))
+            monkeypatch.undo()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_launch_says_how_it_resumes(recipe, tmp_path, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("condense.training.launch.launch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        condense.cli.train(str(recipe), [f"output={tmp_path}"])
+    assert "\ninterrupted: there is no checkpoint yet, so the same command begins the run" in capsys.readouterr().out
+
+
 def test_a_run_resumes_from_a_moved_model_with_another_log(recipe, tmp_path, monkeypatch):
     output = f"output={tmp_path / 'out'}"
     monkeypatch.setattr(CondenseForCausalLM, "forward", SignalInStep(4, micro_batches=2))
@@ -149,9 +181,10 @@ def has_begun(output: Path) -> bool:
     return (output / "log.jsonl").exists() and len(log_lines(output)) > 1
 
 
-def ends_stopped(process: subprocess.Popen, output: Path, exit_code: int) -> None:
+def ends_stopped(process: subprocess.Popen, output: Path, exit_code: int, number: signal.Signals) -> None:
     """The run has a checkpoint of the step that it printed, and no step after it was lost."""
     printed, _ = process.communicate(timeout=120)
+    assert f"{number.name} has stopped the run" in printed, printed[-3000:]
     assert process.returncode == exit_code and "ERROR" not in printed, printed[-3000:]
     kept = newest_checkpoint(output)
     assert kept is not None and printed.count(f"resumes it from {kept}") == 1, printed[-3000:]
@@ -166,7 +199,7 @@ def test_condense_train_passes_signals_on(recipe, tmp_path, number):
     process = start(command)
     assert wait_for(lambda: has_begun(tmp_path), 240)
     os.killpg(process.pid, number)
-    ends_stopped(process, tmp_path, 75)
+    ends_stopped(process, tmp_path, 75, number)
     finished = start(command)
     assert "resuming from" in finished.communicate(timeout=240)[0] and finished.returncode == 0
     assert logged(tmp_path) == pytest.approx(expected(recipe, *LONG)[0], abs=1e-4)

@@ -119,7 +119,10 @@ time.sleep(60)
 
 def run_two_that_save(folder: str) -> None:
     commands = [
-        ([sys.executable, "-c", SAVES, str(delay), folder, str(int(PLEASE_SAVE)), "--local_rank=0"], os.environ)
+        (
+            [sys.executable, "-c", SAVES, str(delay), folder, str(int(PLEASE_SAVE[signal.SIGTERM])), "--local_rank=0"],
+            os.environ,
+        )
         for delay in (0.1, 2.0)
     ]
     sys.exit(run_all_to_end(commands))

@@ -1,6 +1,7 @@
 """Training on two ranks of a CPU, through the launcher and without it, against training written out plainly."""
 
 import atexit
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from condense.training.checkpoints.complete import MARKER, checkpoints, newest_c
 from condense.training.checkpoints.resume import find_checkpoint
 from condense.training.data.batches import ValidationBatches
 from condense.training.data.tasks import make_examples
+from condense.training.deepspeed_file import GATHER
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 
@@ -32,6 +34,7 @@ from .recipes import text_data, write_recipe, write_texts
 from .runs import (
     ROOT,
     assert_same_training,
+    copy_checkpoint,
     expected,
     fails,
     log_lines,
@@ -213,8 +216,14 @@ def test_zero_3_refuses_waves(stages, tmp_path):
     ["zero3", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2_offload", marks=pytest.mark.slow)],
 )
 def test_the_other_configurations_train_as_one_plain_process(stages, tmp_path, config):
-    run(stages, tmp_path, *SHORT, f"deepspeed=deepspeed_configs/{config}.json", "gradient_checkpointing=true")
-    assert_same_training(stages, tmp_path, *SHORT)
+    """As files of a user that say nothing of batches, clipping, precision and, under ZeRO-3, of gathering weights."""
+    zero = json.loads(Path(f"deepspeed_configs/{config}.json").read_text())["zero_optimization"]
+    zero.pop(GATHER, None)
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": zero}))
+    overrides = [*SHORT, "optimizer.max_grad_norm=0.1"]
+    run(stages, tmp_path / "out", *overrides, f"deepspeed={tmp_path / 'zero.json'}", "gradient_checkpointing=true")
+    assert_same_training(stages, tmp_path / "out", *overrides)
+    assert max(logged(tmp_path / "out", "grad_norm")) > 0.1  # so clipping has changed the weights
 
 
 @pytest.mark.parametrize("config", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
@@ -274,6 +283,18 @@ def test_going_on_at_another_number_of_ranks(stages, finished, tmp_path, after):
     losses, printed = run(stages, tmp_path, ranks=after)
     assert f"written by 2 ranks: rewriting it for {after}" in printed
     assert losses == pytest.approx(expected(stages)[0], abs=1e-4)
+
+
+def test_zero_0_goes_on_at_another_number_of_ranks(stages, tmp_path):
+    """It divides nothing among ranks, so its checkpoints have no universal form and need none."""
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 0}}')
+    overrides = [*SHORT, f"deepspeed={tmp_path / 'zero.json'}", "checkpoints.every=2"]
+    run(stages, tmp_path / "two", *overrides)
+    copy_checkpoint(tmp_path / "two", tmp_path / "one", 2)
+    losses, _, weights = expected(stages, *SHORT)
+    assert run(stages, tmp_path / "one", *overrides, ranks=1)[0] == pytest.approx(losses, abs=1e-4)
+    for name, tensor in CondenseForCausalLM.from_pretrained(tmp_path / "one").state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(stages, tmp_path):
@@ -374,6 +395,7 @@ def test_a_run_goes_on_under_its_own_recipe(stages, finished):
 def test_going_on_from_another_output(stages, finished, tmp_path):
     """Where the output has a checkpoint of its own, that is newer: the same command can be started again."""
     resume = f"resume={finished / 'checkpoint-4'}"
+    shutil.copy(finished / "recipe.json", tmp_path)
     (tmp_path / "checkpoint-8").mkdir()  # a killed run was writing it
     (tmp_path / "checkpoint-8" / "trainer_state.json").write_text("{")
     run(stages, tmp_path, resume)

@@ -71,6 +71,14 @@ def finished(recipe: Recipe) -> str | None:
     )
 
 
+def how_to_resume(recipe: Recipe) -> str:
+    """Says where the same command begins after a run has ended early."""
+    checkpoint = newest_checkpoint(recipe.output) or recipe.resume
+    if checkpoint is None:
+        return "there is no checkpoint yet, so the same command begins the run anew"
+    return f"the same command resumes it from {checkpoint}"
+
+
 class Changes(NamedTuple):
     """The changes since a checkpoint was written, each in words."""
 
@@ -170,23 +178,26 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def check_zero_stage(checkpoint: Path, zero_stage: int | None) -> None:
+    """Raises `ValueError` if a run under this ZeRO stage can't read the checkpoint; None is a run without DeepSpeed."""
+    written = check(checkpoint)["zero_stage"]
+    if (written is None) != (zero_stage is None):
+        with_or_without = "without" if written is None else "with"
+        raise ValueError(f"checkpoint {checkpoint} was written {with_or_without} DeepSpeed: resume it in the same way.")
+    if written != zero_stage and {written, zero_stage} != {1, 2}:
+        raise ValueError(
+            f"checkpoint {checkpoint} was written under ZeRO-{written}, and deepspeed says ZeRO-{zero_stage}: only "
+            "ZeRO-1 and ZeRO-2 can read each other's optimizer state. Resume it under the same stage."
+        )
+
+
 def make_universal(checkpoint: Path, ranks: int, zero_stage: int | None) -> bool:
     """Returns whether the checkpoint must be loaded in DeepSpeed's universal form, and makes this form once.
 
-    ZeRO divides the optimizer's state among the ranks that wrote it; the universal form is undivided. Raises
-    `ValueError` if neither form can be loaded under this ZeRO stage.
+    From stage 1 on, ZeRO divides the optimizer's state among the ranks that wrote it; the universal form is undivided.
     """
     marker = check(checkpoint)
-    if (marker["zero_stage"] is None) != (zero_stage is None):
-        with_or_without = "without" if marker["zero_stage"] is None else "with"
-        raise ValueError(f"checkpoint {checkpoint} was written {with_or_without} DeepSpeed: resume it in the same way.")
-    if marker["zero_stage"] != zero_stage and 3 in (marker["zero_stage"], zero_stage):
-        raise ValueError(
-            f"checkpoint {checkpoint} was written under ZeRO-{marker['zero_stage']}, and deepspeed says "
-            f"ZeRO-{zero_stage}: ZeRO-3 and the others can't read each other's optimizer state. Resume it under the "
-            "same stage."
-        )
-    if (marker["ranks"], marker["zero_stage"]) == (ranks, zero_stage):
+    if zero_stage in (None, 0) or (marker["ranks"], marker["zero_stage"]) == (ranks, zero_stage):
         return False
     with FileLock(checkpoint.parent / f".{checkpoint.name}.lock"):
         if not (checkpoint / "latest_universal").exists():  # written last

@@ -4,6 +4,7 @@ from transformers import LlamaConfig
 
 from condense.execution import default_checkpoint_segments
 
+from ..deepspeed_file import deepspeed_settings
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .activations import kept_by_condense
@@ -40,7 +41,7 @@ def _default(config: LlamaConfig, recipe: Recipe, ranks: int) -> int:
     assert isinstance(recipe.model, CondenseModel)
     if recipe.model.schedule == "wavefront":
         return WAVE_SEGMENTS
-    zero_3 = (recipe.deepspeed_settings().get("zero_optimization") or {}).get("stage") == 3
+    zero_3 = deepspeed_settings(recipe)["zero_optimization"]["stage"] == 3
     has_depth = getattr(config, "depth", None) is not None
     if recipe.model.schedule == "sequential" or recipe.lora is not None or zero_3 or has_depth:
         return 1

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from condense.families import FAMILIES
 
+from ..deepspeed_file import deepspeed_settings
 from ..preflight import check_former_recipe
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
@@ -44,7 +45,7 @@ def dry_run(
         )
     ranks = ranks or default_ranks(config, recipe, gpus)
     rate = None if tokens_per_second is None else parse_rate(tokens_per_second, ranks)
-    deepspeed = recipe.deepspeed_settings()
+    deepspeed = deepspeed_settings(recipe)
     resolved = recipe.model_dump(mode="json", exclude_none=True)
     figures = count_operations(config, recipe, ranks)
     duration, duration_in_words = hours(recipe, figures, ranks, rate)

@@ -57,7 +57,7 @@ def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[s
         return "objective.hidden_weight compares all layers' outputs"
     if recipe.model.schedule != "auto":
         return None if recipe.model.schedule == "wavefront" else f"model.schedule={recipe.model.schedule}"
-    if (deepspeed.get("zero_optimization") or {}).get("stage") == 3:
+    if deepspeed["zero_optimization"]["stage"] == 3:
         return "ZeRO-3 gathers one layer's weights at a time"
     whole = sum(tokens == a_pass.segments[0] for tokens in a_pass.segments)
     if recipe.gradient_checkpointing:

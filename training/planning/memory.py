@@ -54,12 +54,12 @@ def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ran
     """
     accumulates = recipe.accumulation(ranks) > 1
     recipe = with_checkpoint_segments(config, recipe, ranks)
-    weights, zero = weights_of(config, recipe), deepspeed.get("zero_optimization") or {}
+    weights, zero = weights_of(config, recipe), deepspeed["zero_optimization"]
     states = _kept_by_deepspeed(config, recipe, zero, ranks, weights, accumulates)
     states["weights"] += element_size(recipe) * _teacher_weights(config, recipe, weights)
     estimates = []
     for a_pass in passes(config, recipe, ranks):
-        stage, buckets = zero.get("stage", 0), states["reduce_buckets"]
+        stage, buckets = zero["stage"], states["reduce_buckets"]
         kept = kept_by_autograd(config, recipe, a_pass, stage)
         freed_at_once = stage >= 2 or accumulates
         summed = summed_gradients(config, recipe, a_pass, weights, freed_at_once, kept, buckets, stage)
@@ -82,12 +82,11 @@ def _kept_by_deepspeed(
     config: LlamaConfig, recipe: Recipe, zero: dict[str, Any], ranks: int, weights: Weights, accumulates: bool
 ) -> dict[str, int]:
     """Returns the parts that deepspeed/runtime/zero/stage_1_and_2.py and stage3.py allocate."""
-    stage, size = zero.get("stage", 0), element_size(recipe)
+    stage, size = zero["stage"], element_size(recipe)
     shapes = weights.trained
     numels, frozen = [shape.numel() for shape in shapes], weights.num_frozen
     count, largest = sum(numels), max(numels)
-    bucket = zero.get("reduce_bucket_size", 500_000_000)
-    bucket = config.hidden_size**2 if bucket == "auto" else int(bucket)
+    bucket = _elements(zero, "reduce_bucket_size", 500_000_000, auto=config.hidden_size**2)
     offloads, offloads_weights = (
         (zero.get(name) or {}).get("device", "none") != "none" for name in ("offload_optimizer", "offload_param")
     )
@@ -96,11 +95,11 @@ def _kept_by_deepspeed(
         share = sum(ceil(numel / ranks) for numel in numels)
         parts["host" if offloads_weights else "weights"] += size * (share + ceil(frozen / ranks))
         parts["gathered_weights"] = size * min(
-            count + frozen, int(zero.get("stage3_max_live_parameters", 1_000_000_000))
+            count + frozen, _elements(zero, "stage3_max_live_parameters", 1_000_000_000)
         )
         parts["host" if offloads else "gradients"] += size * share
         parts["gradients"] += size * bucket
-        at_once = min(share, int(zero.get("sub_group_size", 1_000_000_000)))
+        at_once = min(share, _elements(zero, "sub_group_size", 1_000_000_000))
     else:
         share, owned = (count, 0) if stage == 0 else _fullest_partition(shapes, ranks)
         at_once = share
@@ -123,6 +122,17 @@ def _kept_by_deepspeed(
     if stage == 0 and not accumulates:
         step += size * count
     return {**parts, "master_weights": master, "moments": moments, "step": step}
+
+
+def _elements(zero: dict[str, Any], name: str, default: int, auto: int | None = None) -> int:
+    """Returns a number of elements, which may be a text; `auto` is what Trainer fills in for "auto", if it does."""
+    value = zero.get(name, default)
+    if value == "auto":
+        return default if auto is None else auto
+    try:
+        return int(float(value))
+    except (TypeError, ValueError):
+        raise ValueError(f"zero_optimization.{name}={value!r} is not a number of elements.") from None
 
 
 def _fullest_partition(shapes: list[torch.Size], ranks: int) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,23 @@ from condense.files import read_text
 from ..presets import find_recipe
 from .errors import explain
 from .schema import Recipe
+from .section import number
 
 KEY_OF_TEXT = {"model": "source", "objective": "kind"}  # the key that a text in place of a section stands for
-MERGE = "tag:yaml.org,2002:merge"
+NULL, MERGE, TEXT = (f"tag:yaml.org,2002:{name}" for name in ("null", "merge", "str"))
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a section has twice. An alias is a copy, so an override changes only the place it names."""
+    """Reads all values but null as the text that was written, since YAML takes 2026-11-28 for a date, 12:30 for 750 and
+    010 for 8: a field reads its own numbers and booleans.
+
+    Refuses a key that a section has twice. An alias is a copy, so an override changes only the place it names.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if tag in (NULL, MERGE)]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias = self.check_event(yaml.AliasEvent)
@@ -79,8 +88,8 @@ def _check_segment_length(fields: dict[str, Any], overrides: Sequence[str]) -> N
         own = config["segment_length"] if config["model_type"] == CondenseConfig.model_type else None
     except (KeyError, TypeError, ValueError):  # a hub id, or a damaged folder, which loading refuses
         return
-    if own is not None and model.get("segment_length") not in (None, own):
-        length = model["segment_length"]
+    length = number(model.get("segment_length"))
+    if own is not None and length not in (None, own):
         raise ValueError(
             f"model={model['source']} is folded with segments of {own} tokens, and the recipe has "
             f"model.segment_length={length} for another model: add model.segment_length=null to keep {own}, or "
@@ -117,12 +126,13 @@ def _last_steps(fields: dict[str, Any], steps: Any) -> tuple[str, Any]:
     if not stages:
         return "curriculum.steps", steps
     try:
-        before = sum(stage["steps"] for stage in stages[:-1])
+        before = sum(number(stage["steps"]) for stage in stages[:-1])
     except (TypeError, KeyError):
         raise ValueError(
             f"steps={steps} changes the last stage, and stages={stages!r} is not a list of stages with steps: correct "
             "the stages first."
         ) from None
+    steps = number(steps)
     if not isinstance(steps, int | float) or steps <= before:
         raise ValueError(f"steps={steps}: the stages before the last one have {before} steps; give a larger number.")
     return f"stages.{len(stages) - 1}.steps", steps - before
@@ -134,12 +144,10 @@ def _item(section: Any, key: str) -> Any:
 
 
 def _parse(text: str) -> Any:
-    """Returns YAML's value, except that 1e-4 is a number, unless it is quoted."""
+    """Returns YAML's value: a text without quotes is taken whole, `#` included, as the shell has passed it on."""
     try:
-        parsed = yaml.safe_load(text)
+        node = yaml.compose(text, _Loader)
+        is_plain = node is None or (isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == TEXT)
+        return text.strip() or None if is_plain else yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"the override's value {text!r} is not YAML: {' '.join(str(error).split())}") from error
-    if isinstance(parsed, str) and parsed == text.strip():
-        with suppress(ValueError):
-            return float(parsed)
-    return parsed

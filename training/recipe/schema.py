@@ -1,16 +1,14 @@
 """The keys of a recipe, their meanings, and the combinations that are refused."""
 
-import json
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
 from condense.configuration import ATTENTION_IMPLEMENTATIONS
 
 from ..data.digits import NUM_HELD_OUT, NUM_PIXELS
-from ..presets import find_deepspeed_config
 from .data import Data, GeneratedData, SampleData, Source
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
@@ -194,24 +192,6 @@ class Recipe(Section):
                 f"ranks: {smaller}make global_batch a multiple of {at_once}."
             )
         return self.global_batch // at_once
-
-    def deepspeed_settings(self) -> dict[str, Any]:
-        """Returns the content of the DeepSpeed configuration. Raises `ValueError` if it can't be used."""
-        path = find_deepspeed_config(self.deepspeed)
-        try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"deepspeed={self.deepspeed} can't be read as JSON: {error}.") from error
-        zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
-        if not isinstance(zero, dict) or "stage" not in zero:
-            raise ValueError(f"deepspeed={self.deepspeed} does not say zero_optimization.stage: 0, 1, 2 or 3.")
-        for key in ("optimizer", "scheduler"):
-            if key in settings:
-                raise ValueError(
-                    f"deepspeed={self.deepspeed} has its own {key}, which would replace the recipe's optimizer: remove "
-                    f"{key!r} from the file and set the recipe's optimizer.* instead."
-                )
-        return settings
 
     @model_validator(mode="after")
     def _check_combinations(self):

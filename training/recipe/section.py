@@ -2,19 +2,62 @@
 
 import typing
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 
 class Section(BaseModel):
-    """Keys and values that are checked when the recipe is loaded, and fixed after that."""
+    """Keys and values that are checked when the recipe is loaded, and fixed after that.
+
+    Values may be texts, of which a field without texts reads numbers and booleans. No boolean is a number.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        types = {name: set(_value_types(field.annotation)) for name, field in cls.model_fields.items()}
+        numeric = {name for name, found in types.items() if found & {int, float} and not found & {str, Path, bool}}
+        return {name: _read_numbers(value) if name in numeric else value for name, value in fields.items()}
+
+
+def number(value: Any) -> Any:
+    """Returns the number that a text stands for, such as 1000, 1e3, 0x10 or .inf; other values unchanged."""
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError):
+        return int(value, 0)
+    with suppress(ValueError):
+        return float(value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return value
+
+
+def _read_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _read_numbers(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_read_numbers(part) for part in value]
+    return str(value) if isinstance(value, bool) else number(value)  # pydantic would take True for 1
+
+
+def _value_types(annotation: Any) -> Iterator[Any]:
+    """Yields the types of a field's values, those in lists and of a dictionary's values too."""
+    arguments = typing.get_args(annotation)
+    if not arguments:
+        yield annotation
+    for argument in arguments[1:] if typing.get_origin(annotation) is dict else arguments:
+        if typing.get_origin(annotation) is not typing.Literal:
+            yield from _value_types(argument)
 
 
 S = TypeVar("S", bound=Section)

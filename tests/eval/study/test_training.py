@@ -1,4 +1,4 @@
-"""Folders that several processes need are made once, and whole or not at all."""
+"""Folders that several processes need are made once, and whole or not at all; a model is trained once."""
 
 import io
 import sys
@@ -7,7 +7,10 @@ import time
 
 import pytest
 
-from condense.eval.study.training import make_once
+from condense.eval.study import training
+from condense.eval.study.training import make_once, train_alone
+from condense.training.output_lock import output_lock
+from condense.training.recipe import load_recipe
 
 pytestmark = pytest.mark.unit
 
@@ -58,3 +61,18 @@ def test_a_second_one_waits_for_the_first(tmp_path, monkeypatch):
     for thread in threads:
         thread.join(10)
     assert len(calls) == 1 and (tmp_path / "one" / "file").exists()
+
+
+def test_a_run_that_has_finished_is_not_repeated_without_its_checkpoints(tmp_path, monkeypatch):
+    """A study may be stopped after it has removed them, and before it has stored what it measured."""
+    trained = []
+
+    def train(recipe):
+        trained.append(recipe.seed)
+        with output_lock(recipe.output):
+            (recipe.output / "recipe.json").write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
+
+    monkeypatch.setattr(training, "train", train)
+    for seed in (1, 1, 2):
+        train_alone(load_recipe("passkey_quickstart", [f"output={tmp_path}", f"seed={seed}"]))
+    assert trained == [1, 2]

@@ -8,7 +8,7 @@ import pytest
 
 from condense.training.checkpoints.complete import MARKER
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import find_checkpoint
+from condense.training.checkpoints.resume import check_zero_stage, find_checkpoint, make_universal
 from condense.training.recipe import Recipe
 
 pytestmark = pytest.mark.unit
@@ -178,3 +178,33 @@ def test_a_curriculum_grows_with_its_log_lines(files):
     write_checkpoint(recipe_of(files, **curriculum))
     with pytest.raises(ValueError, match="log_every was 10 and is 5"):
         find_checkpoint(recipe_of(files, **curriculum, log_every=5))
+
+
+@pytest.mark.parametrize(
+    ("written", "stage", "words"),
+    [
+        *((stage, stage, None) for stage in (None, 0, 1, 2, 3)),
+        (1, 2, None),
+        (2, 1, None),
+        (0, 1, "under ZeRO-0, and deepspeed says ZeRO-1: only ZeRO-1 and ZeRO-2 can read each other's"),
+        (2, 0, "under ZeRO-2, and deepspeed says ZeRO-0"),
+        (3, 2, "under ZeRO-3, and deepspeed says ZeRO-2"),
+        (0, 3, "under ZeRO-0, and deepspeed says ZeRO-3"),
+        (None, 0, "was written without DeepSpeed: resume it in the same way"),
+        (2, None, "was written with DeepSpeed: resume it in the same way"),
+    ],
+)
+def test_zero_stages_that_can_read_each_others_checkpoints(tmp_path, written, stage, words):
+    marker = {"step": 4, "ranks": 2, "zero_stage": written, "recipe": {}, "files": {}}
+    (tmp_path / "complete.json").write_text(json.dumps(marker))
+    if words is None:
+        check_zero_stage(tmp_path, stage)
+        return
+    with pytest.raises(ValueError, match=words):
+        check_zero_stage(tmp_path, stage)
+
+
+def test_zero_0_needs_no_universal_form(tmp_path):
+    marker = {"step": 4, "ranks": 2, "zero_stage": 0, "recipe": {}, "files": {}}
+    (tmp_path / "complete.json").write_text(json.dumps(marker))
+    assert not make_universal(tmp_path, 1, 0) and not make_universal(tmp_path, 4, 0)

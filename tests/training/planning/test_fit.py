@@ -4,6 +4,7 @@ import pytest
 from transformers import LlamaConfig
 
 from condense import CondenseConfig
+from condense.training.deepspeed_file import deepspeed_settings
 from condense.training.planning.fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves, wave_bytes
 from condense.training.planning.memory import estimate
 from condense.training.recipe import Recipe, load_recipe
@@ -22,7 +23,7 @@ def config_of(large: Recipe) -> LlamaConfig:
 @pytest.mark.parametrize("name", LARGE)
 def test_large_recipes_have_the_micro_batch_that_fills_80_gib_on_8_gpus(name):
     large = load_recipe(name)
-    without, _ = propose(config_of(large), large, large.deepspeed_settings(), 8, 80)
+    without, _ = propose(config_of(large), large, deepspeed_settings(large), 8, 80)
     assert without["micro_batch"] == large.micro_batch == LARGE[name] and not large.gradient_checkpointing
     assert set(without["without_waves"].values()) == {None} or not large.model.has_segments
 

@@ -7,6 +7,7 @@ import pytest
 
 from condense import CondenseConfig
 from condense.training.recipe import load_recipe, models
+from condense.training.recipe.schema import Checkpoints
 
 pytestmark = pytest.mark.unit
 
@@ -64,6 +65,58 @@ def test_a_quoted_number_is_a_text(path):
     sources = "data={task: text, sources: [{hub: a/b}]}"
     assert load_recipe(path, [sources, 'data.sources.0.name="2024"']).data.sources[0].name == "2024"
     assert load_recipe(path, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-11-28", "12:30", "8080", "on", "off", "yes", "True", "010", "0o17", "1e3", "1_000", "3.10", ".inf"]
+)
+def test_a_field_of_text_takes_the_text_that_was_typed(path, text):
+    """YAML alone makes dates, numbers in base 60 and 8, and booleans of them."""
+    overrides = [f"output={text}", f"model={text}", f"lora.targets=[{text}, x]"]
+    path.write_text(RECIPE + "lora: {}\n")
+    recipe = load_recipe(path, overrides)
+    assert (str(recipe.output), recipe.model.source, recipe.lora.targets) == (text, text, [text, "x"])
+    sources = f"data: {{task: text, sources: [{{hub: a/b, name: {text}, at_least: {{{text}: 1}}}}]}}"
+    path.write_text(RECIPE.replace("output: o", f"output: {text}").replace("data: {task: passkey}", sources))
+    recipe = load_recipe(path)
+    assert (str(recipe.output), recipe.data.sources[0].name) == (text, text)
+    assert recipe.data.sources[0].at_least == {text: 1.0}
+
+
+def test_an_override_has_no_comments(path):
+    assert str(load_recipe(path, ["output=run #2"]).output) == "run #2"
+    assert str(load_recipe(path, ["output=#2"]).output) == "#2"
+    assert str(load_recipe(path, ['output="run #2"']).output) == "run #2"
+    assert load_recipe(path, ["optimizer.decay_steps="]).optimizer.decay_steps is None
+
+
+@pytest.mark.parametrize(("text", "number"), [("1e3", 1000), ("1000", 1000), ("01000", 1000), ("0x3e8", 1000)])
+def test_a_number_is_the_same_in_a_file_and_in_an_override(path, text, number):
+    assert load_recipe(path, [f"stages.0.steps={text}"]).steps == number
+    assert load_recipe(path, [f"steps={text}"]).steps == number
+    path.write_text(RECIPE.replace("steps: 20", f"steps: {text}"))
+    assert load_recipe(path).steps == number
+    path.write_text(RECIPE.replace("warmup_steps: 10", "warmup_steps: 1e1, learning_rate: 6e-5, max_grad_norm: .inf"))
+    optimizer = load_recipe(path).optimizer
+    assert (optimizer.warmup_steps, optimizer.learning_rate, optimizer.max_grad_norm) == (10, 6e-5, float("inf"))
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "on", "No", "False", "off"])
+@pytest.mark.parametrize(
+    "key", ["optimizer.learning_rate", "seed", "model.memory_share", "evaluation.reference_loss", "stages.0.steps"]
+)
+def test_a_boolean_is_no_number(path, key, value):
+    with pytest.raises(ValueError, match=rf"{key}='{value}': Input should be a valid (number|integer)"):
+        load_recipe(path, [f"{key}={value}"])
+    assert load_recipe(path, [f"gradient_checkpointing={value}"]).gradient_checkpointing is (value in "yes true on")
+
+
+def test_a_boolean_of_python_is_no_number_either():
+    assert Checkpoints(keep=2).keep == 2
+    with pytest.raises(ValueError, match="keep"):
+        Checkpoints(keep=True)
+    with pytest.raises(ValueError, match="memory_share"):
+        models.CondenseModel.model_validate({"source": "m", "memory_share": [True, 0.5]})
 
 
 def test_the_example_for_own_documents(tmp_path):

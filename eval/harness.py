@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -59,11 +60,16 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts (none in 
 class StockLM(HFLM):
     """The harness's `hf` without the checkpoint's generation settings, and with texts as long as the model's positions.
 
-    Accepts the arguments of `hf`. `device` defaults to the GPU if there is one.
+    Accepts the arguments of `hf`. `device` defaults to the GPU if there is one. Raises `ValueError` for adapters that
+    could run code: `peft`, or those in the model's folder.
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
         super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+
+    def _create_model(self, pretrained: str, *arguments: Any, **options: Any) -> None:
+        check_adapters_of(pretrained, options)
+        super()._create_model(pretrained, *arguments, **options)
 
     @property
     def max_length(self) -> int:
@@ -99,14 +105,12 @@ class CondenseLM(StockLM):
     `max_length` keeps only the last `max_length` tokens of a text, to compare with models that have a longest text. By
     default no text is cut. Log-softmaxes are computed in float32 (or `softmax_dtype`), even for half-precision models.
 
-    Raises `ValueError` for a stock model, a tokenizer that does not fit, or an adapter (`peft`) that could run code.
+    Raises `ValueError` for a stock model, a tokenizer that does not fit, or adapters as `StockLM` does.
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
         if isinstance(pretrained, str):
             check_source(pretrained)
-        if adapters := find_adapter_config_file(options.get("peft")):
-            check_adapter_config(Path(adapters))
         super().__init__(pretrained, device, **options)
         check_tokenizer(self.model.config, self.tokenizer)
         self.tokenizer.model_max_length = ANY_LENGTH  # with the Llama's length, `truncation` would cut questions
@@ -235,10 +239,28 @@ def _padded(rows: Sequence[Tokens], fill: int) -> tuple[torch.Tensor, torch.Tens
     return ids_BN, torch.arange(ids_BN.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 
 
+def check_adapters_of(pretrained: str, options: dict[str, Any]) -> None:
+    """Raises `ValueError` for adapters that could run code: in the model's folder, or in `peft` of the options."""
+    revision, subfolder = options.get("revision"), options.get("subfolder", "")
+    for source, folder in ((pretrained, subfolder), (options.get("peft"), "")):
+        if source and (found := find_adapter_config_file(source, revision=revision, subfolder=folder)):
+            check_adapter_config(Path(found))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the harness's own command line, which knows `--model condense` once this module is imported."""
+    """Runs the harness's own command line, which knows `--model condense` once this module is imported.
+
+    Here the harness's own models, such as `hf`, check adapters as ours do.
+    """
+    create = HFLM._create_model
+
+    def checked(model: HFLM, pretrained: str, *given: Any, **options: Any) -> None:
+        check_adapters_of(pretrained, options)
+        create(model, pretrained, *given, **options)
+
     sys.argv = ["lm_eval", *(sys.argv[1:] if arguments is None else arguments)]
-    cli_evaluate()
+    with mock.patch.object(HFLM, "_create_model", checked):
+        cli_evaluate()
 
 
 if __name__ == "__main__":

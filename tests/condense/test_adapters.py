@@ -233,10 +233,33 @@ def test_adapters_beside_a_model_are_refused(llama, saved, tmp_path):
         load_model(CondenseForCausalLM, both)
 
 
-def test_the_harness_checks_the_adapters_that_it_is_given(hostile, llama, saved, tmp_path):
+HARNESS = {
+    "condense": lambda harness, arguments: harness.CondenseLM(**arguments, device="cpu"),
+    "stock": lambda harness, arguments: harness.StockLM(**arguments, device="cpu"),
+    "hf": lambda harness, arguments: harness.main(command_of("hf", arguments)),
+    "steered": lambda harness, arguments: harness.main(command_of("steered", arguments | {"steer_path": "none.csv"})),
+}
+
+
+def command_of(name, arguments):
+    given = ",".join(f"{field}={value}" for field, value in arguments.items())
+    return ["--model", name, "--model_args", given, "--tasks", "wikitext", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("name", HARNESS)
+@pytest.mark.parametrize("beside_the_model", [False, True])
+def test_the_harness_checks_the_adapters_that_it_is_given(
+    name, beside_the_model, hostile, folded, saved, tmp_path, monkeypatch
+):
+    """Also of the harness's own models in our command, and those that transformers loads from a model's folder."""
     harness = pytest.importorskip("condense.eval.harness")
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.__init__", lambda self, *_, **__: None)  # reads 14,000 files
+    monkeypatch.setattr("lm_eval.tasks.TaskManager.match_tasks", lambda *_: ["wikitext"])
     module, ran = hostile
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    change(tmp_path / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module)
-    assert_refused("it could run code", harness.CondenseLM, str(llama), device="cpu", peft=str(tmp_path))
+    folder = shutil.copytree(folded, tmp_path / "model")
+    adapters = shutil.copytree(saved, folder if beside_the_model else tmp_path / "adapters", dirs_exist_ok=True)
+    change(adapters / CONFIG, megatron_config={"hidden_size": 8}, megatron_core=module)
+    given = {"pretrained": str(folder)} | ({} if beside_the_model else {"peft": str(adapters)})
+    words = "could run code|holds adapters" if name == "condense" and beside_the_model else "it could run code"
+    assert_refused(words, HARNESS[name], harness, given)
     assert not ran.exists()

@@ -100,7 +100,7 @@ def train(
         return
     import torch
 
-    from condense.files import check_output_file
+    from condense.files import atomic_file, check_output_file
     from condense.training.planning.dry_run import dry_run as plan_run
     from condense.training.recipe import load_recipe
 
@@ -110,7 +110,8 @@ def train(
     figures, text = plan_run(planned, ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second)
     print(text)
     if report is not None:
-        report.write_text(json.dumps(figures, indent=2), encoding="utf-8")
+        with atomic_file(report) as file:
+            file.write_text(json.dumps(figures, indent=2), encoding="utf-8")
 
 
 def _check_no_plan_options(report: Path | None, gpu_memory: float | None, tokens_per_second: str | None) -> None:

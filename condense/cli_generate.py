@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,19 +84,19 @@ def generate(
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "dtype": dtype,
         "attention": attention, "chat": chat, "fixed_decoding": fixed, "control": components, **fields,
     }  # fmt: skip
-    file = None if answers is None else _answer_file(answers, asked, model, before, settings)
-    if chat:
-        _check_chat(model, before, asked)
-    loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
-    loaded.fixed_decoding = fixed
+    with nullcontext() if answers is None else _answer_file(answers, asked, model, before, settings) as file:
+        if chat:
+            _check_chat(model, before, asked)
+        loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
+        loaded.fixed_decoding = fixed
 
-    def answer(text: str, stream: bool) -> dict[str, Any]:
-        return _answer(loaded, tokenizer, before + text, settings, options, stream)
+        def answer(text: str, stream: bool) -> dict[str, Any]:
+            return _answer(loaded, tokenizer, before + text, settings, options, stream)
 
-    if file is not None:
-        _answer_all(asked, file, answer)
-    else:
-        _report_answer(answer(prompt, stream=True), report)
+        if file is not None:
+            _answer_all(asked, file, answer)
+        else:
+            _report_answer(answer(prompt, stream=True), report)
 
 
 def _asked(
@@ -123,7 +124,8 @@ def _asked(
 def _answer_file(path: Path, asked: Sequence[Any], model: str, before: str, settings: dict[str, Any]) -> Any:
     """Opens the file of answers. It keeps the settings, and fingerprints of the model and the text before."""
     from condense.files import check_output_file
-    from condense.prompts import AnswerFile, fingerprint
+    from condense.fingerprint import fingerprint
+    from condense.prompts import AnswerFile
 
     check_output_file(path)
     prompt_file = hashlib.sha256(before.encode()).hexdigest() if before else None
@@ -263,6 +265,8 @@ def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> Any:
 
 def _report_answer(figures: dict[str, Any], report: Path | None) -> None:
     """Prints the figures of a single answer, and writes them to the report, if requested."""
+    from condense.files import atomic_file
+
     rate = figures["prompt_tokens_per_second"]
     read_rate = "" if rate is None else f" at {rate:,.0f} tokens/s"
     print(
@@ -271,4 +275,5 @@ def _report_answer(figures: dict[str, Any], report: Path | None) -> None:
         file=sys.stderr,
     )
     if report is not None:
-        report.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
+        with atomic_file(report) as file:
+            file.write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")

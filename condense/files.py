@@ -95,6 +95,41 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def naming_file(path: Path, remedy: str) -> Iterator[None]:
+    """Raises `ValueError` with the path and a remedy if the block can't write the file, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error.strerror or error}. {remedy}") from error
+
+
+@contextmanager
+def atomic_file(path: Path, remedy: str = "Make room, or pass another path.") -> Iterator[Path]:
+    """Yields a temporary path whose file replaces `path` at the end of the block; an error removes it.
+
+    A link is followed; a device or a pipe is written itself. Raises `ValueError` as `naming_file` does.
+    """
+    with naming_file(path, remedy):
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            yield target
+            return
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            yield partial
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends a line to a file that a stopped command continues. Raises `ValueError` as `naming_file` does."""
+    remedy = "Make room, and start the same command again: it goes on after the last whole line."
+    with naming_file(path, remedy), path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
 def is_lfs_pointer(path: Path) -> bool:
     """Returns whether a file contains a Git LFS pointer instead of its own contents."""
     with path.open("rb") as file:

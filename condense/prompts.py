@@ -1,20 +1,16 @@
 """Prompts in a JSONL file, and a JSONL file to which each answer is appended when it is complete."""
 
-import hashlib
+import fcntl
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .fields import MISSING, field_names, find_field
-from .files import decode_text
+from .files import append_line, decode_text
 
 START = b'{"line": '  # of every record
-# Files that answers depend on, unlike logs and cards.
-MODEL_FILES = (
-    "config.json", "generation_config.json", "*.safetensors", "pytorch_model*.bin", "tokenizer*",
-    "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
-)  # fmt: skip
 
 
 class Prompt(NamedTuple):
@@ -61,45 +57,61 @@ def _text(line: bytes, field: str, where: str) -> str:
     return text
 
 
-def fingerprint(source: str) -> str:
-    """Returns a hash of the files in a model's folder, wherever it is; or the id of a model on the hub."""
-    if not Path(source).is_dir():
-        return source
-    digest = hashlib.sha256()
-    for path in sorted({path for pattern in MODEL_FILES for path in Path(source).glob(pattern) if path.is_file()}):
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return digest.hexdigest()[:16]
-
-
 class AnswerFile:
     """Records of answers, one on each line: `line` and `prompt` of the prompt, the answer, and the settings.
 
-    If a run was stopped, the next run with the same settings continues its file.
+    If a run was stopped, the next run with the same settings continues its file. The file is locked until it is closed
+    or its process ends.
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], settings: dict[str, Any]):
-        """Raises `ValueError` if the file holds anything except answers to the first of these prompts."""
+        """Raises `ValueError` if another process writes the file, or if it holds anything except answers to the first
+        of these prompts."""
         self.path, self.prompts, self.settings = path, prompts, settings
-        data = path.read_bytes() if path.exists() else b""
+        self._file = path.open("a+b")
+        try:
+            self._lock()
+            self.num_answered = self._count()
+        except ValueError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> "AnswerFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{self.path} is being written by another process: wait until it ends, or pass another --answers."
+            ) from None
+        except OSError as error:
+            warning = f"WARNING: {self.path} can't be locked ({error.strerror}): start nothing else that writes it."
+            print(warning, file=sys.stderr)
+
+    def _count(self) -> int:
+        """Returns the number of answers in the file, after the end of one that was being written is cut off."""
+        self._file.seek(0)
+        data = self._file.read()
         complete = data[: data.rfind(b"\n") + 1]
         lines = complete.splitlines()
         torn = data[len(complete) :]  # of an answer that was being written when the run was killed
-        known = len(lines) <= len(prompts) and all(map(self._answers, lines, prompts))
+        known = len(lines) <= len(self.prompts) and all(map(self._answers, lines, self.prompts))
         if not known or not (torn.startswith(START) or START.startswith(torn)):
             raise ValueError(
-                f"{path} holds something other than answers to these prompts under these options: pass another "
+                f"{self.path} holds something other than answers to these prompts under these options: pass another "
                 "--answers. A model with changed files counts as another one."
             )
-        if torn:
-            with path.open("r+b") as file:
-                file.truncate(len(complete))
-        self.num_answered = len(lines)
+        self._file.truncate(len(complete))
+        return len(lines)
 
     def append(self, prompt: Prompt, answer: dict[str, Any]) -> None:
         record = self._described(prompt) | answer | {"settings": self.settings}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        append_line(self.path, json.dumps(record, ensure_ascii=False))
 
     def _described(self, prompt: Prompt) -> dict[str, Any]:
         return {"line": prompt.line, "prompt": prompt.text}

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 from condense import FoldedCache, laboratories
 from condense.cache_argument import cache_of
 from condense.checks import check_attention, check_dtype
+from condense.fingerprint import fingerprint
 from condense.generation import RefuseNonFiniteLogits
 from condense.loading import check_source, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
@@ -24,15 +25,19 @@ from .decoding import bytes_since, decodes_together, held_by_modules, neutral_de
 
 laboratories.register_models()
 TOKENS_PER_BATCH = 2**18  # of all rows, in memory at one time
+SETTINGS_OF_SOURCE = "config_and_tokenizer"  # of `describe`: the hash of these files
 PREFILL_TOKENS = 8192  # columns of a prompt in one call, so memory beside the state does not grow with the prompt
 
 
 class EvaluatedModel:
-    """A model and its tokenizer, under the name that tables and plots use."""
+    """A model and its tokenizer, under the name that tables and plots use.
 
-    def __init__(self, name: str, source: str, model: Any, tokenizer: Any):
+    `settings` is the hash of its files without weights, if it comes from files: see `condense.fingerprint`.
+    """
+
+    def __init__(self, name: str, source: str, model: Any, tokenizer: Any, settings: str | None = None):
         self.name, self.source, self.tokenizer, self.config = name, source, tokenizer, model.config
-        self._model, self._description = model, dict[str, Any]()
+        self._model, self._settings, self._description = model, settings, dict[str, Any]()
 
     @property
     def model(self) -> Any:
@@ -57,8 +62,8 @@ class EvaluatedModel:
                 **_share(self.config),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": model.device.type,
-                "weights": _fingerprint(model),
-            }
+                "weights": _hash_of_weights(model),
+            } | ({} if self._settings is None else {SETTINGS_OF_SOURCE: self._settings})
         return dict(self._description)
 
 
@@ -90,6 +95,7 @@ class StoredModel(EvaluatedModel):
         self.config = load_config(AutoConfig, self.source)
         self.tokenizer = load_tokenizer(self.source, self.config)
         self._in_memory, self._load, self._description = in_memory, load_model, dict[str, Any]()
+        self._settings = fingerprint(self.source, weights=False)
 
     @property
     def model(self) -> Any:
@@ -102,7 +108,7 @@ def _share(config: Any) -> dict[str, Any]:
     return {} if share == 1 else {"memory_share": share}
 
 
-def _fingerprint(model: Any) -> str:
+def _hash_of_weights(model: Any) -> str:
     """Returns the hash of the weights, which tells a model from one that was trained further in the same folder."""
     digest, tied = hashlib.sha256(), getattr(model, "all_tied_weights_keys", {})
     for prefix, module in model.named_modules():

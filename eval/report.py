@@ -14,10 +14,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 from condense import laboratories
-from condense.files import check_not_linked, read_text
+from condense.files import atomic_file, check_not_linked, read_text
 
 from .overview import Figure, Overview, own_results, own_tables, read_harness
-from .results import Table, write_results
+from .results import MAKE_ROOM, Table, write_results
 from .tasks import TASKS
 from .training_report import read_run, runs_table, write_training
 
@@ -109,7 +109,8 @@ def write_report(folder: Path, title: str = "condense") -> Path:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
     )
     shown = {"title": title, "date": date.today().isoformat(), "sections": sections, "skipped": skipped}
-    page.write_text(environment.get_template("report.html.j2").render(shown), encoding="utf-8")
+    with atomic_file(page, MAKE_ROOM) as file:
+        file.write_text(environment.get_template("report.html.j2").render(shown), encoding="utf-8")
     if skipped:
         raise ValueError(f"{page} is written, without files that cannot be read: {left_out}. Delete or replace them.")
     return page

@@ -21,11 +21,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from condense.files import check_not_linked
+from condense.files import atomic_file, check_not_linked
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 DPI = 150  # in pictures
 COLORS = 256  # in a PNG
+MAKE_ROOM = "Make room, and start the same command again."
 MIN_FONT_SIZE = 4.0  # of a long title, in points
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets read a cell that begins with one of these as a formula
 
@@ -123,7 +124,8 @@ def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[st
     table = path.with_suffix(".csv")
     check_not_linked(path.with_suffix(".json"), table)
     fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in results.items())
-    path.with_suffix(".json").write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
+    with atomic_file(path.with_suffix(".json"), MAKE_ROOM) as file:
+        file.write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
     flat = [{name: value for name, value in record.items() if not isinstance(value, dict)} for record in records]
     if flat:
         write_csv(table, flat)
@@ -134,7 +136,7 @@ def write_results(path: Path, results: dict[str, Any], records: Sequence[dict[st
 def write_csv(path: Path, records: Sequence[dict[str, Any]]) -> None:
     """Writes a header of all fields and a line per record; a quote is put before text that would be a formula."""
     names = list(dict.fromkeys(name for record in records for name in record))
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with atomic_file(path, MAKE_ROOM) as partial, partial.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(map(_cell, names))
         writer.writerows([_cell(record.get(name, "")) for name in names] for record in records)
@@ -167,11 +169,7 @@ def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iter
         figure.get_layout_engine().execute(figure)  # once for both files
         figure.set_layout_engine("none")  # not the one from the user's settings
         _fit_width(figure)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        check_not_linked(path.with_suffix(".png"), path.with_suffix(".svg"))
-        _save_png(figure, path.with_suffix(".png"))
-        with matplotlib.rc_context({"svg.hashsalt": "condense"}):
-            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        _save(figure, path)
     finally:
         plt.close(figure)
 
@@ -198,16 +196,22 @@ def remove_picture(path: Path) -> None:
         path.with_suffix(suffix).unlink(missing_ok=True)
 
 
-def _save_png(figure: Any, path: Path) -> None:
-    """Saves a PNG with a palette: it looks the same in a third of the bytes."""
+def _save(figure: Any, path: Path) -> None:
+    """Saves `path`.png, with a palette: it looks the same in a third of the bytes; and `path`.svg."""
+    import matplotlib
     from PIL import Image
 
-    with io.BytesIO() as buffer:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_not_linked(path.with_suffix(".png"), path.with_suffix(".svg"))
+    with io.BytesIO() as buffer, atomic_file(path.with_suffix(".png"), MAKE_ROOM) as file:
         figure.savefig(buffer, format="png", dpi=DPI)
         colors = Image.open(buffer).convert("RGB")
         colors.convert("P", palette=Image.Palette.ADAPTIVE, colors=COLORS, dither=Image.Dither.NONE).save(
-            path, optimize=True
+            file, format="PNG", optimize=True
         )
+    hash_salt = matplotlib.rc_context({"svg.hashsalt": "condense"})
+    with hash_salt, atomic_file(path.with_suffix(".svg"), MAKE_ROOM) as file:
+        figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def set_log_scale(axes: Any, name: str) -> None:

@@ -6,12 +6,14 @@ measurements. Models may be added because each has its own records. A line cut o
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from condense.files import check_not_linked, check_output_folder
+from condense.files import append_line, atomic_file, check_not_linked, check_output_folder, naming_file
 from condense.training.output_lock import output_lock
+
+RESUMES = "Make room, and start the same command again: it measures nothing twice."
 
 Key = dict[str, Any]
 Record = dict[str, Any]
@@ -27,8 +29,11 @@ def open_results_store(path: Path, settings: dict[str, Any]) -> Iterator["Result
     check_output_folder(path.parent)
     kind = path.name.removesuffix(".records.jsonl")
     check_not_linked(*path.parent.glob(f"{kind}.*"), *path.parent.glob(f".{kind}.*"))  # before anything is measured
-    with output_lock(path.parent, kind):
-        yield ResultsStore(path, settings)
+    with ExitStack() as locked:
+        with naming_file(path, RESUMES):
+            locked.enter_context(output_lock(path.parent, kind))
+            store = ResultsStore(path, settings)
+        yield store
 
 
 class ResultsStore:
@@ -55,9 +60,8 @@ class ResultsStore:
         assert self.path is not None
         records = ({"key": json.loads(name), "record": record} for name, record in self.done.items())
         lines = [{"settings": self.settings}, *records]
-        partial = self.path.with_name(f"{self.path.name}.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-        partial.replace(self.path)
+        with atomic_file(self.path, RESUMES) as file:
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     def sort(self, keys: Sequence[Key]) -> None:
         """Sorts the records in the order of these keys, after all other records in their present order."""
@@ -84,8 +88,7 @@ class ResultsStore:
     def add(self, line: str) -> None:
         """Stores a record in the form of `encode`."""
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            append_line(self.path, line)
         found = json.loads(line)
         self.done[_name(found["key"])] = found["record"]
 
@@ -155,7 +158,11 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
         before, now = ({str(place): value for place, value in enumerate(values)} for values in (before, now))
     if isinstance(before, dict) and isinstance(now, dict):
         for field in before | now:
-            yield from _differences(f"{name}.{field}" if name else field, before.get(field), now.get(field))
+            place = f"{name}.{field}" if name else field
+            if field in before:
+                yield from _differences(place, before[field], now.get(field))
+            elif now[field] is not None:  # such as by an earlier version
+                yield f"{place} was not recorded and is {now[field]!r}"
     elif before != now:
         yield f"{name} was {before!r} and is {now!r}"
 

@@ -51,8 +51,7 @@ def pytest_collection_finish():
 def without_pictures(monkeypatch):
     """Pictures are drawn, not laid out and not written: that takes longer than a small measurement."""
     monkeypatch.setattr("matplotlib.layout_engine.ConstrainedLayoutEngine.execute", lambda *_: None)
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
-    monkeypatch.setattr("condense.eval.results._save_png", lambda *_: None)
+    monkeypatch.setattr("condense.eval.results._save", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import condense.cli_generate
 from condense import CondenseForCausalLM
-from condense.prompts import Prompt, fingerprint, read_prompts
+from condense.prompts import AnswerFile, Prompt, read_prompts
 
 from .commands import printed
 
@@ -227,4 +227,47 @@ def test_answers_of_a_model_are_continued_wherever_it_is(llama, tmp_path, monkey
     for source in (folder, "model", "./model/"):
         run("--model", source, *options)
         assert answers.read_text() == written
-    assert fingerprint("org/model") == "org/model"
+
+
+def test_one_command_at_a_time_writes_a_file_of_answers(llama, tmp_path):
+    """A second one would answer the same prompts again, and the next start would refuse the file."""
+    answers = tmp_path / "answers.jsonl"
+    command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What"])]
+    run(*command, "--answers", answers)
+    first, _ = answers.read_text().splitlines(keepends=True)
+    answers.write_text(first)
+    settings = json.loads(first)["settings"]
+    with AnswerFile(answers, [Prompt(1, "The grass"), Prompt(2, "What")], settings) as held:
+        assert held.num_answered == 1
+        words = "answers.jsonl is being written by another process: wait until it ends, or pass another --answers."
+        assert refusal(*command, "--answers", answers).endswith(words)
+        assert answers.read_text() == first
+    run(*command, "--answers", answers)
+    assert len(answers.read_text().splitlines()) == 2
+
+
+def test_a_full_disk_loses_no_answer(llama, tmp_path, new_process):
+    """Files may have a few bytes more than one answer: a write beyond them fails as one to a full disk does."""
+    answers = tmp_path / "answers.jsonl"
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What"])
+    command = ["condense", "generate", "--model", llama, *prompts, "--answers", answers]
+    run(*command[2:])
+    whole = answers.read_text()
+    size = len(whole.splitlines(keepends=True)[0])
+    answers.unlink()
+    code = (
+        "import resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 40},) * 2)\n"
+        f"sys.argv = {list(map(str, command))}\n"
+        "from condense.cli import main; main()"
+    )
+    done = new_process(code)
+    said = "answers.jsonl can't be written: File too large. Make room, and start the same command again: it goes on"
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert len(answers.read_text()) == size + 40
+    run(*command[2:])
+
+    def texts(written):
+        return [json.loads(line)["text"] for line in written.splitlines()]
+
+    assert texts(answers.read_text()) == texts(whole)

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from condense import loading
 from condense.files import read_text
+from condense.fingerprint import fingerprint
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
@@ -96,12 +97,15 @@ class Setup:
 
     def described(self) -> dict[str, Any]:
         """Returns everything that trained models depend on."""
-        fingerprint = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
-        return json.loads(json.dumps({"size": asdict(self.size), "fingerprint": fingerprint}))
+        texts = hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
+        return json.loads(json.dumps({"size": asdict(self.size), "fingerprint": texts}))
 
     def described_with_judge(self) -> dict[str, Any]:
-        """Returns everything that measurements of samples depend on: also the weights of the reference model."""
-        return self.described() | {"reference_fingerprint": self._reference_fingerprint}
+        """Returns everything that measurements of samples depend on: also the reference model."""
+        settings = fingerprint(self._reference_source, weights=False)
+        return self.described() | {
+            "reference_fingerprint": self._reference_fingerprint, "reference_config_and_tokenizer": settings,
+        }  # fmt: skip
 
     @cached_property
     def _reference_fingerprint(self) -> str:
@@ -208,8 +212,11 @@ class Setup:
 
     def reference(self) -> Any:
         """Loads the model that judges generated texts."""
-        source = self.options.reference or self.inputs / "reference"
-        return loading.load_model(LlamaForCausalLM, source).eval()
+        return loading.load_model(LlamaForCausalLM, self._reference_source).eval()
+
+    @property
+    def _reference_source(self) -> str:
+        return self.options.reference or str(self.inputs / "reference")
 
     def _check_reference(self, source: str) -> None:
         tokenizer = loading.load_tokenizer(source, loading.load_config(LlamaConfig, source))

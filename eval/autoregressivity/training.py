@@ -13,12 +13,14 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 import condense.autoregressivity  # noqa: F401  registers its models
+from condense.files import atomic_file
 from condense.training.autoregressivity.denoiser import LONGEST, DenoiserModel
 from condense.training.autoregressivity.diffusion import sample, to_values
 from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import Recipe
 
+from ..results import MAKE_ROOM
 from ..results_store import Record
 from ..study.training import read_curve
 from .digit_quality import digit_quality
@@ -47,9 +49,8 @@ def trained_cell(cell: Cell, setup: Setup) -> Record:
                 )
             return stored["record"]
         record = _train(cell, setup)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"described": setup.described_with_judge(), "record": record}), encoding="utf-8")
-        partial.replace(path)
+        with atomic_file(path, MAKE_ROOM) as file:
+            file.write_text(json.dumps({"described": setup.described_with_judge(), "record": record}), encoding="utf-8")
     return record
 
 

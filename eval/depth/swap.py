@@ -17,12 +17,13 @@ from torch import nn
 from condense import CondenseForCausalLM
 from condense.depth import convert_to_depth, fit_field, missed_share
 from condense.files import read_text
+from condense.fingerprint import fingerprint
 from condense.loading import load_config, load_model, load_tokenizer
 from condense.progress import ProgressBar
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
 from ..intervals import shown
-from ..models import EvaluatedModel, generate
+from ..models import SETTINGS_OF_SOURCE, EvaluatedModel, generate
 from ..results import Table, picture
 from ..results_store import Record
 from ..runner import Results
@@ -113,7 +114,8 @@ class Swap(Experiment[Start]):
         if config.num_hidden_layers < REPLACED + 2:
             raise ValueError(f"{source} has {config.num_hidden_layers} layers: pass a model of {REPLACED + 2} or more.")
         model = load_model(CondenseForCausalLM, source, dtype=torch.float32, segment_length=self.scale.tokens)
-        return EvaluatedModel(Path(source).name, source, placed(model), load_tokenizer(source, model.config))
+        tokenizer = load_tokenizer(source, model.config)
+        return EvaluatedModel(Path(source).name, source, placed(model), tokenizer, fingerprint(source, weights=False))
 
     @cached_property
     def texts(self) -> Texts:
@@ -159,7 +161,8 @@ class Swap(Experiment[Start]):
             for name, path in self._files.items()
         }
         described = self.evaluated.describe()
-        model = {name: described[name] for name in ("name", "parameters", "weights")}
+        identity = ("name", "parameters", "weights", SETTINGS_OF_SOURCE)
+        model = {name: described[name] for name in identity if name in described}
         measured = {"small": self.options.small, "model": model, "scale": self.scale._asdict()}
         return measured | {"text": None, "held_out": None} | files
 

@@ -28,7 +28,7 @@ from condense.training.recipe import Recipe, Source
 from condense.training.recipe.models import stock_class
 
 from ..intervals import band, shown
-from ..models import load_evaluated
+from ..models import SETTINGS_OF_SOURCE, load_evaluated
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -92,7 +92,7 @@ class Healing(Study[Run]):
         patterns = [pattern for pattern in (self.options.text, self.options.held_out) if pattern is not None]
         files = [path for pattern in patterns for path in source_files(Source(files=pattern))]
         texts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-        model = {name: described[name] for name in ("name", "parameters", "weights")}
+        model = {name: described[name] for name in ("name", "parameters", "weights", SETTINGS_OF_SOURCE)}
         return stored(self.options) | {"model": model, "texts": texts, "dtype": DTYPE}
 
     def items(self) -> list[Run]:

@@ -1,6 +1,10 @@
 """The files of a measurement: what a spreadsheet reads, and what is written where."""
 
 import csv
+import os
+import re
+import resource
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from PIL import Image
 from condense.eval.results import DPI, picture, set_log_scale, write_csv, write_results
 from condense.eval.results_store import open_results_store
 from condense.eval.tasks.answers import Answers
+from condense.files import atomic_file
 
 FORMULAS = ('=HYPERLINK("http://x")', "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1")
 
@@ -50,6 +55,64 @@ def test_records_are_not_written_through_links(tmp_path):
     with pytest.raises(ValueError, match="is a link"), open_results_store(path, {}):
         pass
     assert other.read_text() == ""
+
+
+@contextmanager
+def files_of_at_most(num_bytes):
+    """A write beyond them fails as one to a full disk does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(
+    ("write", "names"),
+    [
+        (lambda path, size: write_results(path, {"kind": "a" * size}, []), ["a.json"]),
+        (lambda path, size: write_csv(path.with_suffix(".csv"), [{"name": "a" * size}]), ["a.csv"]),
+        (lambda path, size: draw(path) if size > 100 else (path.with_suffix(".png").write_text("{}")), ["a.png"]),
+    ],
+)
+def test_a_full_disk_is_said_and_leaves_the_former_file(write, names, tmp_path):
+    write(tmp_path / "a", 10)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert list(before) == names
+    said = f"{tmp_path / names[0]} can't be written: File too large. Make room, and start the same command again."
+    with files_of_at_most(1000), pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        write(tmp_path / "a", 2000)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_records_on_a_full_disk_go_on(tmp_path):
+    """A record that was cut off is measured again; those before it are kept."""
+    path, settings = tmp_path / "a.records.jsonl", {"model": "m"}
+    with open_results_store(path, settings) as store:
+        store.get({"a": 1}, lambda: {"value": "one"})
+        with files_of_at_most(path.stat().st_size + 20), pytest.raises(ValueError, match=r"a\.records\.jsonl can't be"):
+            store.get({"a": 2}, lambda: {"value": "two"})
+    with open_results_store(path, settings) as store:
+        assert {"a": 1} in store and store.get({"a": 2}, lambda: {"value": "again"}) == {"value": "again"}
+    with files_of_at_most(20), pytest.raises(ValueError, match=r"a\.records\.jsonl can't be written"):
+        open_results_store(path, settings).__enter__()
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_an_output_that_is_no_file_is_written_itself(tmp_path):
+    """Such as /dev/stdout, or a pipe; a link leads to the file that is replaced."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with atomic_file(pipe) as file:
+        file.write_text("all of it")
+    assert os.read(reader, 100) == b"all of it"
+    os.close(reader)
+    link.symlink_to(tmp_path / "target")
+    with atomic_file(link) as file:
+        file.write_text("target")
+    assert link.is_symlink() and (tmp_path / "target").read_text() == "target"
 
 
 def test_logarithmic_axes_have_plain_numbers(tmp_path):

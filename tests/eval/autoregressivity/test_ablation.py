@@ -255,10 +255,16 @@ def test_measurements_are_compared_by_contents_and_not_by_names(folder, tmp_path
     model = LlamaForCausalLM.from_pretrained(tmp_path / "changed")
     model.lm_head.weight.data[0, 0] += 1
     model.save_pretrained(tmp_path / "changed")
-    options = [AblationOptions(small=True, seeds=1, reference=str(tmp_path / name)) for name in ("copy", "changed")]
-    assert Setup(options[0], folder).described_with_judge() == own != Setup(options[1], folder).described_with_judge()
+    config = json.loads((shutil.copytree(tmp_path / "copy", tmp_path / "eps") / "config.json").read_text())
+    (tmp_path / "eps" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    copy, changed, eps = (
+        Setup(AblationOptions(small=True, seeds=1, reference=str(tmp_path / name)), folder)
+        for name in ("copy", "changed", "eps")
+    )
+    assert copy.described_with_judge() == own
+    assert own not in (changed.described_with_judge(), eps.described_with_judge())
     with pytest.raises(ValueError, match="was judged by another reference model"):
-        training.trained_cell(cells_of("complete_supervision", range(1))[0], Setup(options[1], folder))
+        training.trained_cell(cells_of("complete_supervision", range(1))[0], changed)
 
 
 def test_only_the_first_process_of_all_ablations_has_results(tmp_path, monkeypatch):

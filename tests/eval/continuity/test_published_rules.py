@@ -225,7 +225,7 @@ def test_names_of_many_curves_do_not_narrow_the_panels(tmp_path, monkeypatch):
         figure.draw_without_rendering()  # lays the panels out
         widths.append(figure.axes[0].get_position().width)
 
-    monkeypatch.setattr("condense.eval.results._save_png", noted)
+    monkeypatch.setattr("condense.eval.results._save", noted)
     for many in (2, 14):
         likely = {f"token {n}": [0.06, 0.06] for n in range(many)}
         fields = {"curves": digit_curves("1", "4"), "likely": likely, "unwatched": list(likely)}

@@ -1,6 +1,7 @@
 """Answers to the user's own prompts, by the model's own decoding, from files with prompts and right answers.
 
-Case and kind of white space are ignored. The expected answer must stand by itself, not within a longer word or number.
+Case, kind of white space and Unicode's different ways to write a letter are ignored. The expected answer must stand by
+itself, not within a longer word or number.
 """
 
 import hashlib
@@ -10,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import regex
 
@@ -26,6 +29,7 @@ from ..overview import Figure
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
+from ..statistics import bootstrap
 from .evaluation import Evaluation, answer, data_of, figure_of, in_percent, kibibytes, left_out_table, shown_name
 from .grids import pooled
 from .options import AnswersOptions
@@ -36,13 +40,20 @@ WITHOUT_SPACES = (
     r"\p{Script_Extensions=Hiragana}\p{Script_Extensions=Katakana}]"
 )
 WORD = rf"(?!{WITHOUT_SPACES})[\pL\pN_]"  # a character of any other script
+MARK = r"(?!\p{Variation_Selector})\pM"  # of the letter before it, such as an accent or a vowel
 PATTERNS = {  # [\pL\pN_]: the \w of `regex` includes combining marks
     "exact": r"[^\pL\pN_.+-]*{before}{text}{after}[^\pL\pN_]*",
     "begins": r"{text}{after}.*",
     "contains": r".*?{before}{text}{after}.*",
 }
+PATTERNS["all"] = PATTERNS["contains"]
 
-SAID_OF = {"exact": "is", "begins": "begins with", "contains": "contains"}
+RULES = {  # by --match
+    "exact": "right is what is the expected answer",
+    "begins": "right is what begins with the expected answer",
+    "contains": "right is what contains the expected answer",
+    "all": "a prompt counts with the share of its expected answers that the answer contains",
+}
 
 
 class Question(NamedTuple):
@@ -62,7 +73,7 @@ class Batch(NamedTuple):
 
 
 class Answers(Evaluation[Batch]):
-    """A record holds for each of its `prompts` the answer, whether it is right, and the prompt's tokens."""
+    """A record holds for each of its `prompts` the answer, whether or how far it is right, and the prompt's tokens."""
 
     kind = "answers"
     unit = "batch"
@@ -113,18 +124,21 @@ class Answers(Evaluation[Batch]):
         found = []
         for prompt, question, written in zip(prompts, item.questions, rows, strict=True):
             said = evaluated.tokenizer.decode(written, skip_special_tokens=True).strip()
-            right = is_right(said, question.answers, self.options.match)
+            right = how_right(said, question.answers, self.options.match)
             found.append({"where": question.where, "tokens": len(prompt), "right": right, "answer": said})
         return {"prompts": found, "state_bytes": num_bytes // len(prompts)}
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
-        """Returns `cells` by model: the share of right answers, `accuracy`, with 95 % bounds `low`, `high` (Wilson)."""
+        """Returns `cells` by model: `accuracy`, the mean of right answers, with its 95 % bounds `low` and `high`.
+
+        They are Wilson's, or the bootstrap's if some answers are right in part.
+        """
         cells, prompts = [], []
         for name in (model.name for model in self.models):
             records = [record for item, record in measured if item.model.name == name]
             own = [prompt for record in records for prompt in record["prompts"]]
             prompts += [{"model": name, **prompt} for prompt in own]
-            share = pooled([{"correct": sum(prompt["right"] for prompt in own), "total": len(own)}])
+            share = _mean([prompt["right"] for prompt in own])
             longest = max(prompt["tokens"] for prompt in own)
             state = max(record["state_bytes"] for record in records)
             cells.append({"model": name, **share, "longest_prompt": longest, "state_bytes": state})
@@ -135,7 +149,8 @@ class Answers(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        measure = f"answers to {data_of(results)} [% right]"
+        of_which = "of the expected" if results["match"] == "all" else "right"
+        measure = f"answers to {data_of(results)} [% {of_which}]"
         return [figure_of(cell["model"], measure, cell, results) for cell in results["cells"]]
 
     @classmethod
@@ -146,7 +161,7 @@ class Answers(Evaluation[Batch]):
         for cell in results["cells"]:
             numbers = f"{cell['total']:,}", f"{cell['longest_prompt']:,}", kibibytes([cell])
             rows.append([shown_name(cell["model"], results), *in_percent(cell), *numbers])
-        title = f"answers to {data_of(results)}; right is what {SAID_OF[results['match']]} the expected answer"
+        title = f"answers to {data_of(results)}; {RULES[results['match']]}"
         return [Table(title, columns, rows), *left_out_table("left out", "prompts", results)]
 
     @classmethod
@@ -163,10 +178,22 @@ class Answers(Evaluation[Batch]):
             axes.spines[["top", "right"]].set_visible(False)
 
 
-def is_right(answer: str, expected: Sequence[str], match: str) -> bool:
-    """Whether an answer matches one of the expected ones."""
+def how_right(answer: str, expected: Sequence[str], match: str) -> bool | float:
+    """Returns whether an answer matches one of the expected ones; for `match` "all", the share of them that it matches.
+
+    The share is RULER's convention for lists of values.
+    """
     text = _plain(answer)
-    return any(regex.fullmatch(_pattern(_plain(one), match), text) for one in expected)
+    matched = [regex.fullmatch(_pattern(_plain(one), match), text) is not None for one in expected]
+    return fmean(matched) if match == "all" else any(matched)
+
+
+def _mean(shares: Sequence[bool | float]) -> dict[str, Any]:
+    """Returns the mean of right answers with its interval; `correct` counts them if each is right or wrong."""
+    if set(shares) <= {0, 1}:
+        return pooled([{"correct": int(sum(shares)), "total": len(shares)}])
+    low, high = bootstrap(shares)
+    return {"total": len(shares), "accuracy": fmean(shares), "low": low, "high": high}
 
 
 def _written(number: int | float) -> str:
@@ -180,23 +207,24 @@ def _pattern(expected: str, match: str) -> str:
     Letters and digits end a word, except in scripts without spaces between words. Signs and separators between digits
     belong to a number.
     """
-    before = after = ""
+    before, after = "", rf"(?!{MARK})"
     if regex.match(WORD, expected[0]):
-        before = rf"(?<!{WORD})"
-    if regex.match(WORD, expected[-1]):
-        after = rf"(?!{WORD})"
+        before = rf"(?<!{WORD}(?:{MARK})*)"
+    if regex.match(rf"{WORD}|{MARK}", expected[-1]):
+        after += rf"(?!{WORD})"
     if expected[0].isdigit():  # not within 3.14, 1,000 or 1/2, nor after a sign without a letter or digit before it
         before += rf"(?<!\d[.,/])(?<!(?<!{WORD})[-+.])"
     elif regex.match(r"[-+.]+\d", expected):  # its sign is not a minus or point between digits
-        before = rf"(?<!{WORD})"
+        before = rf"(?<!{WORD}(?:{MARK})*)"
     if expected[-1].isdigit():
         after += r"(?![.,/]\d)"
     return PATTERNS[match].format(before=before, text=regex.escape(expected), after=after)
 
 
 def _plain(text: str) -> str:
-    """Returns the text with one kind of case, white space and minus sign."""
-    return " ".join(text.replace("\N{MINUS SIGN}", "-").split()).casefold()
+    """Returns the text with one kind of case, white space and minus sign, and letters composed with their accents."""
+    spaced = " ".join(text.replace("\N{MINUS SIGN}", "-").split())
+    return normalize("NFC", normalize("NFD", spaced).casefold())  # case may depend on the composition
 
 
 def read_questions(options: AnswersOptions) -> Iterator[Question | Problem]:

@@ -227,8 +227,11 @@ class AnswersOptions(EvaluationOptions):
     prompt_field: Annotated[str, Option("Field of the prompt; a.b is the field b of the object a.")] = "prompt"
     answer_field: Annotated[str, Option("Field of the right answer, or of a list of right ones.")] = "answer"
     match: Annotated[
-        Literal["contains", "begins", "exact"],
-        Option("How an answer must match the right one: contain it, begin with it, or be it; case is ignored."),
+        Literal["contains", "begins", "exact", "all"],
+        Option(
+            "How an answer must match a right one: contain it, begin with it, or be it; case is ignored. all: the "
+            "share of the right ones that it contains counts, as in RULER for lists of values."
+        ),
     ] = "contains"
     num_prompts: Annotated[
         int | None, Option("Use this many prompts from the start; default all.", flags=("--prompts",), min=1)

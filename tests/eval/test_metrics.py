@@ -56,3 +56,26 @@ def test_passkey_counts_as_the_evaluation_does(tmp_path):
 def test_an_unknown_metric_is_refused():
     with pytest.raises(ValueError, match="there is no metric 'bleu': choose from rouge, passkey"):
         metrics.path("bleu")
+
+
+@pytest.mark.parametrize("name", metrics.NAMES)
+def test_options_are_refused_and_not_ignored(name, tmp_path):
+    """One of another package's metric, and a misspelt one; what was added before is still scored, once."""
+    metric = load(name, tmp_path)
+    metric.add_batch(predictions=["5"], references=["7"])
+    for option in ("use_stemmer", "prediction"):
+        with pytest.raises(TypeError, match=f"takes predictions and references, and no options: leave {option} out"):
+            metric.compute(**{option: False})
+    assert set(metric.compute().values()) == {0}
+    assert max(metric.compute(predictions=["7"], references=["7"]).values()) == 1
+
+
+@pytest.mark.parametrize("name", metrics.NAMES)
+def test_without_predictions_there_is_no_mean(name, tmp_path):
+    metric, words = load(name, tmp_path), "has no predictions to score: pass at least one with its reference"
+    with pytest.raises(ValueError, match=words):
+        metric.compute(predictions=[], references=[])
+    metric.add_batch(predictions=[], references=[])
+    with pytest.raises(ValueError, match=words):
+        metric.compute()
+    assert max(metric.compute(predictions=["7"], references=["7"]).values()) == 1

@@ -1,14 +1,13 @@
 """The share of answers with the right passkey, counted as in `condense eval passkey`."""
 
-from typing import Any
-
 import datasets
 import evaluate
 
+from condense.eval.metrics import checked
 from condense.eval.tasks.passkey import first_number
 
 
-class PasskeyAccuracy(evaluate.Metric):
+class PasskeyAccuracy(checked.CheckedMetric):
     """`compute` returns `accuracy` from 0 to 1: an answer counts if it begins with exactly the key's digits."""
 
     def _info(self) -> evaluate.MetricInfo:
@@ -21,6 +20,6 @@ class PasskeyAccuracy(evaluate.Metric):
             ),
         )
 
-    def _compute(self, predictions: list[str], references: list[str], **_: Any) -> dict[str, float]:
+    def score(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         pairs = zip(predictions, references, strict=True)
         return {"accuracy": sum(first_number(answer) == key for answer, key in pairs) / len(references)}

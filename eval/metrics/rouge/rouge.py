@@ -1,15 +1,15 @@
 """Mean ROUGE F1 over summaries, scored as in `condense eval summarization`."""
 
 from statistics import fmean
-from typing import Any
 
 import datasets
 import evaluate
 
+from condense.eval.metrics import checked
 from condense.eval.tasks.rouge import SCORES, Rouge
 
 
-class MeanRouge(evaluate.Metric):
+class MeanRouge(checked.CheckedMetric):
     """`compute` returns a mean from 0 to 1 for each name of `condense.eval.tasks.rouge.SCORES`."""
 
     def _info(self) -> evaluate.MetricInfo:
@@ -22,7 +22,7 @@ class MeanRouge(evaluate.Metric):
             ),
         )
 
-    def _compute(self, predictions: list[str], references: list[str], **_: Any) -> dict[str, float]:
+    def score(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         rouge = Rouge()
         scores = [rouge.f1(*pair) for pair in zip(references, predictions, strict=True)]
         return {name: fmean(score[name] for score in scores) for name in SCORES}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from condense.eval.tasks import evaluate
-from condense.eval.tasks.answers import is_right, read_questions
+from condense.eval.tasks.answers import Answers, how_right, read_questions
 from condense.eval.tasks.options import AnswersOptions
 from condense.training.data.shards import wrong_encoding
 
@@ -64,7 +64,7 @@ def test_one_command_measures_a_file_of_prompts(folder, tmp_path):
     results = json.loads((tmp_path / "out" / "answers.json").read_text())
     found = {cell["model"]: (cell["correct"], cell["total"]) for cell in results["cells"]}
     mamba = sum(
-        is_right(answer, line["gold"]["answers"], "contains")
+        how_right(answer, line["gold"]["answers"], "contains")
         for answer, line in zip(said("mamba"), lines, strict=True)
         if line is not lines[1]
     )
@@ -78,12 +78,12 @@ def test_one_command_measures_a_file_of_prompts(folder, tmp_path):
     assert states["mamba"] == 4 * 4 * 64 * 8  # of one text
 
 
-def test_what_is_right():
-    assert is_right("It is  Paris.", ["paris"], "contains") and not is_right("Parisian", ["paris"], "contains")
-    assert is_right("12 dogs", ["12"], "begins") and not is_right("123", ["12"], "begins")
-    assert not is_right("the 12", ["12"], "begins") and is_right("the\n12", ["13", "the 12"], "exact")
-    assert is_right("12.", ["12"], "exact") and not is_right("12 dogs", ["12"], "exact")
-    assert is_right("costs $5 (a.b)", ["$5 (A.B)"], "contains") and not is_right("axb", ["a.b"], "contains")
+def test_what_how_right():
+    assert how_right("It is  Paris.", ["paris"], "contains") and not how_right("Parisian", ["paris"], "contains")
+    assert how_right("12 dogs", ["12"], "begins") and not how_right("123", ["12"], "begins")
+    assert not how_right("the 12", ["12"], "begins") and how_right("the\n12", ["13", "the 12"], "exact")
+    assert how_right("12.", ["12"], "exact") and not how_right("12 dogs", ["12"], "exact")
+    assert how_right("costs $5 (a.b)", ["$5 (A.B)"], "contains") and not how_right("axb", ["a.b"], "contains")
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,56 @@ def test_a_line_that_can_not_be_used_is_named_or_counted(line, why, folder, tmp_
         ('"Paris."', "paris", "exact", True),
         ("Not Paris", "paris", "exact", False),
         ("-5", "5", "exact", False),
+        ("caf\u00e9", "cafe\u0301", "exact", True),  # one letter, or a letter and its accent
+        ("cafe\u0301", "caf\u00e9", "contains", True),
+        ("\u212bngstro\u0308m", "\u00c5ngstr\u00f6m", "begins", True),  # also the sign of the unit
+        ("cafe\u0301", "cafe", "contains", False),
+        ("\u1ec7", "e", "begins", False),
+        ("x\u0302", "x", "contains", False),  # which has no composed form
+        ("\u1f80", "\u03b1\u0345\u0313", "exact", True),  # composed of marks in either order
+        ("\u0130zmir", "i\u0307zmir", "exact", True),
+        ("\uac00", "\u1100\u1161", "exact", True),
+        ("रामायण", "राम", "contains", False),
+        ("रामायण", "यण", "contains", False),
+        ("राम है", "राम", "contains", True),
+        ("กาแฟ", "กา", "begins", True),
+        ("1\ufe0f\u20e3", "1", "begins", True),  # a digit in the form of an emoji
     ],
 )
 def test_numbers_and_scripts(answer, expected, match, right):
     """Signs and separators belong to a number; words end at letters only in scripts that have spaces between words."""
-    assert is_right(answer, [expected], match) is right
+    assert how_right(answer, [expected], match) is right
+
+
+def test_lists_of_values_count_in_part():
+    """RULER's convention, for prompts with several values: the mean over prompts of the share that is in the answer."""
+    expected = ["4821", "Paris", "blue"]
+    shares = [how_right(answer, expected, "all") for answer in ("Blue, 4821.", "4821 paris blue", "none", "14821")]
+    assert shares == [2 / 3, 1, 0, 0]
+    assert [how_right(answer, ["7"], "all") for answer in ("7", "8")] == [1, 0]
+    assert how_right("1 of ten", list("1234567890"), "contains") is True  # any of them
+    assert how_right("1 of ten", list("1234567890"), "all") == 0.1
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.usefixtures("without_pictures")
+def test_the_rule_of_lists_in_results(parts, folder, tmp_path):
+    """The reference is RULER's function in lm-evaluation-harness, which takes any part of a word as well."""
+    ruler = pytest.importorskip("lm_eval.tasks.ruler.common_utils")
+    tokenizer_says = said("llama")
+    lines = [
+        {"prompt": prompt, "answer": [*answer.split()[:2], *(["nothing like it"] if parts else [])]}
+        for prompt, answer in zip(PROMPTS, tokenizer_says, strict=True)
+    ]
+    data = write_lines(tmp_path / "mine.jsonl", lines)
+    options = {"models": [str(folder / "llama")], "data": [str(data)], "new_tokens": NEW, "match": "all"}
+    results = evaluate("answers", tmp_path / "out", **options)
+    (cell,) = results["cells"]
+    assert cell["accuracy"] == ruler.string_match_all(tokenizer_says, [line["answer"] for line in lines])
+    assert (cell["accuracy"], cell.get("correct")) == ((2 / 3, None) if parts else (1, 4))
+    assert cell["low"] <= cell["accuracy"] <= cell["high"] and cell["total"] == 4
+    assert "a prompt counts with the share of its expected answers" in str(Answers.tables(results)[0])
+    assert results["overview"][0]["measure"] == "answers to mine.jsonl [% of the expected]"
 
 
 def test_numbers_of_columns_with_gaps(tmp_path):

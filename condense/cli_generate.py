@@ -197,6 +197,7 @@ def _answer(
         "new_tokens": len(new_ids),
         "new_tokens_per_second": len(new_ids) / (end - middle),
         "state_bytes": cache_of(output).num_bytes,
+        "dtype": str(model.dtype).removeprefix("torch."),
         "segment_length": model.config.segment_length,
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
         "chat": chat,
@@ -271,7 +272,8 @@ def _report_answer(figures: dict[str, Any], report: Path | None) -> None:
     read_rate = "" if rate is None else f" at {rate:,.0f} tokens/s"
     print(
         f"read {figures['prompt_tokens']:,} tokens{read_rate}, wrote {figures['new_tokens']:,} at "
-        f"{figures['new_tokens_per_second']:,.1f} tokens/s; state held: {figures['state_bytes']:,} bytes",
+        f"{figures['new_tokens_per_second']:,.1f} tokens/s; state held: {figures['state_bytes']:,} bytes "
+        f"({figures['dtype']})",
         file=sys.stderr,
     )
     if report is not None:

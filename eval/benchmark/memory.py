@@ -1,5 +1,7 @@
 """Peak memory of the CUDA allocator on a GPU, and of the process (resident memory) on a CPU."""
 
+import ctypes
+import gc
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +36,10 @@ class CudaMemory:
 
 
 class ResidentMemory:
-    """Measures the same without an allocator. Linux lets a process reset its peak; other systems raise `OSError`."""
+    """Measures the same without an allocator. Linux lets a process reset its peak; other systems raise `OSError`.
+
+    What the process has freed does not count: glibc, which may keep it, is made to return it first.
+    """
 
     description = "peak resident memory of the process"
 
@@ -50,9 +55,11 @@ class ResidentMemory:
         resource.setrlimit(resource.RLIMIT_DATA, (self._read("/proc/self/status", "VmData") + available, -1))
 
     def now(self) -> int:
+        _return_freed_memory()
         return self._read("/proc/self/status", "VmRSS")
 
     def restart(self) -> None:
+        _return_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")
 
     def peak(self) -> int:
@@ -60,6 +67,11 @@ class ResidentMemory:
 
     def allocator(self) -> dict[str, int]:
         return {}
+
+
+def _return_freed_memory() -> None:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 PeakMemory = CudaMemory | ResidentMemory

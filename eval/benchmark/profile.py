@@ -3,7 +3,7 @@ any other causal language models beside them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import LlamaConfig
@@ -19,13 +19,14 @@ from ..results import hardware
 from . import profile_tables
 from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase
 from .grid import DEFAULTS, TABLE_1, Environment, GridTask, axes, cases_of, key_of, prepare, run_grid
-from .memory import or_out_of_memory
+from .memory import PeakMemory, or_out_of_memory
 from .models import MODEL_KINDS, TABLE_1_PARAMETERS, parameter_bytes, set_checkpointing
 from .options import ProfileOptions
 from .sources import ProfiledModel, check_models, fixed_positions, read_models
 from .timing import seconds_of, summarize
 from .workloads import adamw, decoding_step, prefill, random_ids, read_context, training_step
 
+Result = TypeVar("Result")
 NEW_TOKENS = 32
 WARM_UP_TOKENS = 4
 TOKENS_PER_CALL = 2048  # to read a context before decoding
@@ -72,9 +73,10 @@ def check(options: ProfileOptions, chosen: dict[str, Sequence[Any]], models: Seq
 def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     """Returns seconds (median, lowest and highest of the repeats; per token in decoding) and bytes, in this process.
 
-    `peak_bytes` is the peak of the whole measurement, warm-up included. `before_bytes` is the memory of the process or
-    the allocator with the model loaded, before its first forward pass. A case that does not fit has `out_of_memory`. A
-    GPU adds `reserved_bytes` and `allocation_retries`, and training there `mfu`.
+    `peak_bytes` is the peak of the whole measurement and `later_peak_bytes` that after the first call, which moves
+    weights once under some schedules. In decoding the first call reads the context. `before_bytes` is the memory of the
+    process or the allocator with the model loaded, before its first call. A case that does not fit has `out_of_memory`.
+    A GPU adds `reserved_bytes` and `allocation_retries`, and training there `mfu`.
     """
     model, memory, device, dtype = prepare(case, environment)
     figures: dict[str, Any] = {"memory_is": memory.description, "dtype": dtype, "out_of_memory": False}
@@ -91,9 +93,9 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
     def measured() -> dict[str, Any]:
         placed = model.to(device, getattr(torch, dtype))
         figures.update(weight_bytes=parameter_bytes(placed), before_bytes=memory.now())
-        memory.restart()
-        found = MEASUREMENTS[case.mode](placed, case, environment.repeats)
-        found |= {"peak_bytes": memory.peak()} | memory.allocator()
+        peaks = Peaks(memory)
+        found = MEASUREMENTS[case.mode](placed, case, environment.repeats, peaks)
+        found |= peaks.figures() | memory.allocator()
         profiled = environment.model_of(case)
         is_llama = profiled.model_type == "llama"
         return found | (utilization(case, profiled.config, dtype, found["seconds"]) if is_llama else {})
@@ -106,6 +108,25 @@ def measure(case: BenchmarkCase, environment: Environment) -> dict[str, Any]:
         name = "-".join(str(value) for value in key_of(case).values())
         write_snapshot(Path(environment.snapshots) / f"{name}.pickle")
     return figures
+
+
+class Peaks:
+    """The memory's peaks in a measurement's first call and after it."""
+
+    def __init__(self, memory: PeakMemory):
+        self.memory, self.first_bytes = memory, 0
+        memory.restart()
+
+    def first(self, call: Callable[[], Result]) -> Result:
+        """Returns the result of the first call, warm-ups included."""
+        result = call()
+        self.first_bytes = self.memory.peak()
+        self.memory.restart()
+        return result
+
+    def figures(self) -> dict[str, int]:
+        later_bytes = self.memory.peak()
+        return {"peak_bytes": max(self.first_bytes, later_bytes), "later_peak_bytes": later_bytes}
 
 
 class NoStateError(Exception):
@@ -121,28 +142,33 @@ def utilization(case: BenchmarkCase, shape: dict[str, Any], dtype: str, seconds:
     return {"mfu": flops / seconds / peak}
 
 
-def _training(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
+def _training(model: Any, case: BenchmarkCase, repeats: int, peaks: Peaks) -> dict[str, Any]:
     if case.checkpointing:
         set_checkpointing(model, True)
     optimizer = adamw(model) if case.optimizer else None
     step = training_step(model, random_ids(model, case.batch, case.length), optimizer)
-    step()
+    peaks.first(step)
     return summarize([seconds_of(step) for _ in range(repeats)])
 
 
-def _prefill(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
+def _prefill(model: Any, case: BenchmarkCase, repeats: int, peaks: Peaks) -> dict[str, Any]:
     call = prefill(model, random_ids(model, case.batch, case.length))
-    held = state_bytes(_checked(call()))
+    held = peaks.first(lambda: state_bytes(_checked(call())))
     return summarize([seconds_of(call) for _ in range(repeats)]) | {"state_bytes": held}
 
 
-def _decoding(model: Any, case: BenchmarkCase, repeats: int) -> dict[str, Any]:
+def _decoding(model: Any, case: BenchmarkCase, repeats: int, peaks: Peaks) -> dict[str, Any]:
     """Measures new tokens after a context of `length` tokens, one at a time; each token is a repeat."""
     context_BN = random_ids(model, case.batch, case.length)
-    state, next_B1 = read_context(model, context_BN, TOKENS_PER_CALL)
-    step = decoding_step(model, _checked(state), next_B1)
-    for _ in range(WARM_UP_TOKENS):
-        step()
+
+    def start() -> tuple[dict[str, Any], Callable[[], None]]:
+        state, next_B1 = read_context(model, context_BN, TOKENS_PER_CALL)
+        step = decoding_step(model, _checked(state), next_B1)
+        for _ in range(WARM_UP_TOKENS):
+            step()
+        return state, step
+
+    state, step = peaks.first(start)
     seconds = [seconds_of(step) for _ in range(repeats * NEW_TOKENS)]
     return summarize(seconds) | {"state_bytes": state_bytes(state)}
 
@@ -153,7 +179,7 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-MEASUREMENTS: dict[str, Callable[[Any, BenchmarkCase, int], dict[str, Any]]] = {
+MEASUREMENTS: dict[str, Callable[[Any, BenchmarkCase, int, Peaks], dict[str, Any]]] = {
     "training": _training,
     "prefill": _prefill,
     "decoding": _decoding,

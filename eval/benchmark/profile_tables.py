@@ -1,6 +1,7 @@
 """Tables of a profile's models, against the stock model and against the paper, and curves over length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ MORE: dict[str, tuple[str, float]] = {  # for points on a GPU: the column, and i
     "allocation_retries": ("retries", 1),
     "mfu": ("MFU [%]", 100),
 }
+LATER = "later_peak_bytes"  # without the first call's; earlier results lack it
 LOG_FROM = 50  # an axis is logarithmic if its panel's highest value is this many times its lowest
 Figure = Callable[[dict[str, Any]], float]  # for a point
 COLORS = {"folded": "tab:red", "stock": "tab:blue", "sliding_window": "tab:green", "stock_chunked_loss": "tab:cyan"}
@@ -28,11 +30,12 @@ def tables(results: dict[str, Any]) -> list[Table]:
     for shared, points in group_by(results["points"], *SHARED):
         state = shared["mode"] != "training"
         columns = ["tokens", "model", f"{MODE_NAMES[shared['mode']]} [ms]", "lowest to highest [ms]"]
-        columns += ["peak [MiB]", "above model [MiB]"]
+        columns += ["peak [MiB]", "peak above model [MiB]", "the same after the first call [MiB]"]
         more = {name: unit for name, unit in MORE.items() if any(name in point for point in points)}
-        columns += [name for name, _ in more.values()] + ["state [MiB]"] * state
+        columns += [name for name, _ in more.values()] + [f"state [{_state_unit(points)}]"] * state
         stock = next((label(point) for point in points if point["kind"] == "stock"), "stock")
-        columns += [f"{stock}'s {figure} / own" for figure in ("time", "peak", "peak above model")]
+        later = " after the first call" if _peak_of(points) == LATER else ""
+        columns += [f"{stock}'s {what} / own" for what in ("time", f"peak{later}", f"peak above model{later}")]
         rows = []
         for point in points:
             row: list[Any] = [_tokens(point), label(point)]
@@ -41,7 +44,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
                 continue
             row += [f"{1000 * point['seconds']:,.1f}"]
             row += [f"{1000 * point['seconds_low']:,.1f} to {1000 * point['seconds_high']:,.1f}"]
-            row += [f"{point['peak_bytes'] / 2**20:,.0f}", f"{_above(point) / 2**20:,.0f}"]
+            row += [f"{point['peak_bytes'] / 2**20:,.0f}", f"{_above(point, 'peak_bytes') / 2**20:,.0f}"]
+            row += [f"{_above(point, LATER) / 2**20:,.0f}" if LATER in point else "-"]
             row += [f"{unit * point[name]:,.0f}" if name in point else "-" for name, (_, unit) in more.items()]
             row += [f"{point['state_bytes'] / 2**20:,.3g}"] if state else []
             rows.append(row + _against_stock(point, points))
@@ -54,8 +58,21 @@ def _tokens(point: dict[str, Any]) -> str:
     return f"{point['length']:,}" + "*" * point.get("past_positions", False)
 
 
-def _above(point: dict[str, Any]) -> int:
-    return point["peak_bytes"] - point["before_bytes"]
+def _above(point: dict[str, Any], peak: str) -> int:
+    return point[peak] - point["before_bytes"]
+
+
+def _peak_of(points: Sequence[dict[str, Any]]) -> str:
+    """Returns the field to compare points by: the peak after the first call, unless one of them is older than that."""
+    return LATER if all(LATER in point for point in points if not failure(point)) else "peak_bytes"
+
+
+def _mebibytes_above(point: dict[str, Any], peak: str) -> float:
+    return _above(point, peak) / 2**20
+
+
+def _state_unit(points: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(["MiB", *sorted({point["dtype"] for point in points if "dtype" in point})])
 
 
 def _title(shared: dict[str, Any], points: list[dict[str, Any]]) -> str:
@@ -70,8 +87,9 @@ def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[
         return ["", "", ""]
     if why := failure(stock):
         return [why, why, why]
-    theirs, ours = ((one["seconds"], one["peak_bytes"], _above(one)) for one in (stock, point))
-    return [f"{their / our:.2f}x" for their, our in zip(theirs, ours, strict=True)]
+    peak = _peak_of([stock, point])
+    theirs, ours = ((one["seconds"], one[peak], _above(one, peak)) for one in (stock, point))
+    return [f"{their / our:.2f}x" if our > 0 else "-" for their, our in zip(theirs, ours, strict=True)]
 
 
 def _paper_table(results: dict[str, Any]) -> list[Table]:
@@ -120,12 +138,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
     size = (3.9 * columns, 3.1 * len(rows) + 0.25 * len(looks) ** 0.5)
     with picture(path, rows=len(rows), columns=columns, figsize=size, squeeze=False) as panels:
         for line, (shared, points) in zip(panels, rows, strict=True):
+            peak = _peak_of(points)
+            after = ",\nafter the first call" if peak == LATER else ""
             figures: list[tuple[str, Figure]] = [
                 (f"{MODE_NAMES[shared['mode']]} [ms]", lambda point: 1000 * point["seconds"]),
-                ("peak memory above the loaded model [MiB]", lambda point: _above(point) / 2**20),
+                (f"peak memory above the loaded model{after} [MiB]", partial(_mebibytes_above, peak=peak)),
             ]
             if shared["mode"] != "training":
-                figures.append(("state [MiB]", lambda point: point["state_bytes"] / 2**20))
+                title = f"state [{_state_unit(points)}]"
+                figures.append((title, lambda point: point["state_bytes"] / 2**20))
             for axes, (title, figure) in zip(line, figures, strict=False):
                 _curves(axes, points, figure, looks, "seconds" if title.endswith("[ms]") else "")
                 scale = " (log scale)" if axes.get_yscale() == "log" else ""

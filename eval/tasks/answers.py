@@ -30,7 +30,17 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
-from .evaluation import Evaluation, answer, data_of, figure_of, in_percent, kibibytes, left_out_table, shown_name
+from .evaluation import (
+    Evaluation,
+    answer,
+    data_of,
+    dtype_of,
+    figure_of,
+    in_percent,
+    kibibytes,
+    left_out_table,
+    shown_name,
+)
 from .grids import pooled
 from .options import AnswersOptions
 
@@ -156,11 +166,12 @@ class Answers(Evaluation[Batch]):
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
         """Returns a table with a line per model, then the prompts left out, if any."""
-        columns = ["model", "% right", "95 % interval", "prompts", "longest prompt [tokens]", "state [KiB]"]
+        columns = ["model", "% right", "95 % interval", "prompts", "longest prompt [tokens]", "state [KiB]", "dtype"]
         rows = []
         for cell in results["cells"]:
-            numbers = f"{cell['total']:,}", f"{cell['longest_prompt']:,}", kibibytes([cell])
-            rows.append([shown_name(cell["model"], results), *in_percent(cell), *numbers])
+            name, length = cell["model"], f"{cell['longest_prompt']:,}"
+            state = kibibytes([cell]), dtype_of(name, results)
+            rows.append([shown_name(name, results), *in_percent(cell), f"{cell['total']:,}", length, *state])
         title = f"answers to {data_of(results)}; {RULES[results['match']]}"
         return [Table(title, columns, rows), *left_out_table("left out", "prompts", results)]
 

@@ -115,6 +115,16 @@ def kibibytes(cells: Sequence[dict[str, Any]]) -> str:
     return f"{max(cell['state_bytes'] for cell in cells) / 1024:,.1f}"
 
 
+def dtype_of(name: str, results: Results) -> str:
+    """Returns a model's number format, which is also its state's."""
+    return next((model.get("dtype") or "-" for model in results.get("models", ()) if model["name"] == name), "-")
+
+
+def state_unit(results: Results, *names: str) -> str:
+    """Returns the unit of `kibibytes`, with the number formats of these models."""
+    return ", ".join(["KiB", *dict.fromkeys(dtype for name in names if (dtype := dtype_of(name, results)) != "-")])
+
+
 def left_out_table(title: str, what: str, results: Results) -> list[Table]:
     """Returns a table of the reasons why something was left out, if anything was."""
     return some_table(title, ["reason", what], [[why, f"{count:,}"] for why, count in results["left_out"].items()])

@@ -21,7 +21,7 @@ from ..results import Table, remove_picture
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
-from .evaluation import complete, kibibytes, naming_length, shown_name, with_interval
+from .evaluation import complete, kibibytes, naming_length, shown_name, state_unit, with_interval
 from .grids import Batch, Grid, pooled
 from .options import FactsOptions
 
@@ -129,7 +129,7 @@ class Facts(Grid):
             ]
             every = [[cells[kind, length] for kind in kinds] for length in lengths]
             rows.append(["all", f"{100 * fmean(guesses):.1f}", *(with_interval(pooled(column)) for column in every)])
-            rows.append(["state [KiB]", "-", *map(kibibytes, every)])
+            rows.append([f"state [{state_unit(results, name)}]", "-", *map(kibibytes, every)])
             shown = shown_name(name, results)
             titles = ["kind", "the last such word", *columns]
             tables.append(Table(f"{shown}: % of right answers (95 % interval)", titles, rows))

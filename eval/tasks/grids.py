@@ -15,7 +15,7 @@ from ..results import groups_of, picture, remove_picture, set_log_scale
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import wilson
-from .evaluation import Evaluation, figure_of, shown_name
+from .evaluation import Evaluation, dtype_of, figure_of, shown_name, state_unit
 
 LINE_STYLES = ("-", "--", "-.")  # in turn, so overlapping lines remain visible
 PROMPT_TOKENS = 2**25  # in all prompts of a batch, as integers in memory
@@ -135,12 +135,15 @@ class Grid(Evaluation[Batch]):
     def _lines(cls, accuracy: Any, state: Any, results: Results) -> None:
         """Draws by length the accuracy with its 95 % interval, and the state at the end of a text."""
         lengths = results["lengths"]
-        for number, name in enumerate(model["name"] for model in results["models"]):
+        dtypes = {model["name"]: dtype_of(model["name"], results) for model in results["models"]}
+        for number, name in enumerate(dtypes):
             cells = [cell for cell in results["cells"] if cell["model"] == name]
             by_length = [[cell for cell in cells if cell["length"] == length] for length in lengths]
             shares = [pooled(of_length) for of_length in by_length]
             mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
-            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": shown_name(name, results)}
+            names_dtype = len(set(dtypes.values())) > 1 and dtypes[name] != "-"
+            label = shown_name(name, results) + (f", {dtypes[name]}" if names_dtype else "")
+            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": label}
             look["linestyle"] = LINE_STYLES[number % len(LINE_STYLES)]
             accuracy.plot(lengths, mean, **look)
             accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -149,7 +152,7 @@ class Grid(Evaluation[Batch]):
                 label = f"{look['label']}: longest text in training"
                 accuracy.axvline(trained, color=look["color"], linewidth=1, linestyle=":", label=label)
         accuracy.set(ylim=(0, 102), ylabel=f"% correct, all {cls.row}s together")
-        state.set_ylabel("state of a text [KiB]")
+        state.set_ylabel(f"state of a text [{state_unit(results, *dtypes)}]")
         held = [cell["state_bytes"] for cell in results["cells"]]
         if max(held) > 10 * min(held) > 0:
             set_log_scale(state, "y")

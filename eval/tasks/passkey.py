@@ -15,7 +15,7 @@ from ..models import EvaluatedModel
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
-from .evaluation import complete, in_percent, kibibytes, naming_length, shown_name
+from .evaluation import complete, in_percent, kibibytes, naming_length, shown_name, state_unit
 from .grids import Batch, Grid, pooled
 from .options import PasskeyOptions
 
@@ -84,7 +84,11 @@ class Passkey(Grid):
         names = [model["name"] for model in results["models"]]
         columns = ["tokens"]
         for name in names:
-            columns += [f"{shown_name(name, results)}: % correct", "95 % interval", "state [KiB]"]
+            columns += [
+                f"{shown_name(name, results)}: % correct",
+                "95 % interval",
+                f"state [{state_unit(results, name)}]",
+            ]
         rows = []
         for length in results["lengths"]:
             row: list[Any] = [f"{length:,}"]

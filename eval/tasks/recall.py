@@ -18,7 +18,7 @@ from ..overview import Figure, remark_of
 from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from .evaluation import Evaluation, complete, kibibytes, naming_length, shown_name, with_interval
+from .evaluation import Evaluation, complete, dtype_of, kibibytes, naming_length, shown_name, with_interval
 from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
 from .options import RecallOptions
 
@@ -141,13 +141,14 @@ class Recall(Evaluation[Batch]):
     def tables(cls, results: Results) -> list[Table]:
         """Returns the capacities, then a table by pairs and length for each model and form. Folded models also get one
         by number of segments from the pair to the answer."""
-        columns = ["model", "form", "tokens", "pairs", "state [KiB]", "memory [segment x width x layers]"]
+        columns = ["model", "form", "tokens", "pairs", "state [KiB]", "dtype", "memory [segment x width x layers]"]
         rows = []
         for line in results["capacities"]:
             memory = results["memories"][line["model"]]
             size = "-" if memory is None else f"{' x '.join(map(str, memory))} = {math.prod(memory):,}"
-            pairs, state = f"{line['bound']} {line['pairs']:.4g}".strip(), kibibytes([line])
-            rows.append([shown_name(line["model"], results), line["form"], _shown(line["length"]), pairs, state, size])
+            pairs, model = f"{line['bound']} {line['pairs']:.4g}".strip(), shown_name(line["model"], results)
+            state = kibibytes([line]), dtype_of(line["model"], results)
+            rows.append([model, line["form"], _shown(line["length"]), pairs, *state, size])
         tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
         for model, form in product(results["models"], results["forms"]):
             cells = _by_place(results, model["name"], form)

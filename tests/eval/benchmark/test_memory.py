@@ -18,6 +18,29 @@ def ask_for_too_much(sender):
         sender.send(is_out_of_memory(error))
 
 
+def hold_and_free(sender):
+    """Frees 64 MiB in pieces that glibc keeps for the process, because the last one is still in use."""
+    memory = ResidentMemory()
+    before = memory.now()
+    held = [torch.ones(2**14) for _ in range(1024)]
+    full = memory.now()
+    last = held[-1]
+    held.clear()
+    memory.restart()
+    sender.send((full - before, memory.now() - before, memory.peak() - before))
+    del last
+
+
+def test_what_is_freed_is_not_counted():
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=hold_and_free, args=(sender,))
+    process.start()
+    process.join()
+    full, now, peak = receiver.recv()
+    assert full > 60 * 2**20 and max(now, peak) < 6 * 2**20
+
+
 def test_an_allocation_that_does_not_fit_is_refused():
     fork = multiprocessing.get_context("fork")  # `ResidentMemory` limits its process
     receiver, sender = fork.Pipe(duplex=False)

@@ -178,6 +178,48 @@ def test_the_states_of_the_optimizer_are_measured(one_server, llama, tmp_path):
     assert moments > 2**27 and with_states["peak_bytes"] - without["peak_bytes"] > 0.6 * moments
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU other schedules are chosen")
+@pytest.mark.usefixtures("without_pictures")
+def test_the_first_call_moves_the_weights_and_later_ones_do_not(one_server, tmp_path):
+    """A wavefront stacks the weights of all layers once: 48 MiB beside themselves, which later calls do not need."""
+    size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=100, num_key_value_heads=4, **size).save_pretrained(tmp_path / "deep")
+    chosen = {"modes": ["prefill"], "lengths": [256], "segments": [16], "repeats": 1}
+    measured = profile(tmp_path / "out", ProfileOptions(configs=[str(tmp_path / "deep")], **chosen))
+    folded, stock = measured["points"]
+    moved = folded["weight_bytes"]
+    assert moved > 48 * 2**20
+    assert folded["peak_bytes"] - folded["before_bytes"] > moved
+    assert folded["later_peak_bytes"] - folded["before_bytes"] < 0.75 * moved
+    assert stock["peak_bytes"] - stock["later_peak_bytes"] < 0.25 * moved
+    _, table = tables(measured)
+    mine, theirs = (dict(zip(table.columns, row, strict=True)) for row in table.rows)
+    for point, row in ((folded, mine), (stock, theirs)):
+        first, later = (
+            f"{(point[name] - point['before_bytes']) / 2**20:,.0f}" for name in ("peak_bytes", "later_peak_bytes")
+        )
+        assert row["peak above model [MiB]"] == first and row["the same after the first call [MiB]"] == later
+    ratio = (stock["later_peak_bytes"] - stock["before_bytes"]) / (folded["later_peak_bytes"] - folded["before_bytes"])
+    assert mine["stock's peak above model after the first call / own"] == f"{ratio:.2f}x"
+    assert "state [MiB, float32]" in table.columns
+
+
+def test_results_from_before_the_first_call_stood_alone():
+    """Their peak is that of all calls, and so is the newer points' that stand beside them."""
+    shared = {"mode": "prefill", "length": 64, "batch": 1, "attention": "auto", "checkpointing": False}
+    shared |= {"out_of_memory": False, "before_bytes": 0, "state_bytes": 2**20, **SECONDS}
+    old = {**shared, "kind": "folded", "segment_length": 64, "peak_bytes": 2 * 2**20}
+    stock = {**shared, "kind": "stock", "segment_length": None, "peak_bytes": 8 * 2**20}
+    for later in ({}, {"later_peak_bytes": 2**20}):
+        _, table = tables({"points": [old, {**stock, **later}]})
+        first = dict(zip(table.columns, table.rows[0], strict=True))
+        assert (
+            first["the same after the first call [MiB]"] == "-" and first["stock's peak above model / own"] == "4.00x"
+        )
+    _, table = tables({"points": [{**old, "later_peak_bytes": 0}, {**stock, "later_peak_bytes": 2**20}]})
+    assert table.rows[0][-2:] == ["-", "-"]  # nothing to divide by
+
+
 def test_mfu_of_a_step():
     """By hand: 6 per parameter and token, 12 per channel and pair, 6 per weight of remembered keys and values."""
     shape = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}

@@ -48,9 +48,15 @@ def described(folders):
     folded = {"model_type": "condense_llama", "segment_length": 8, "memory_source": "layer_output"}
     stock = {"model_type": "llama", "segment_length": None, "memory_source": None}
     return [
-        {"name": "a", "source": str(folders / "folded"), **folded, **shared},
-        {"name": "llama", "source": str(folders / "llama"), **stock, **shared},
+        {"name": "a", "source": str(folders / "folded"), **folded, **shared, **settings_of_files(folders / "folded")},
+        {"name": "llama", "source": str(folders / "llama"), **stock, **shared, **settings_of_files(folders / "llama")},
     ]
+
+
+def settings_of_files(folder):
+    names = "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+    lines = [f"{name} {hashlib.sha256((folder / name).read_bytes()).hexdigest()}\n" for name in names]
+    return {"config_and_tokenizer": hashlib.sha256("".join(lines).encode()).hexdigest()[:16]}
 
 
 def settings_of(kind, options):

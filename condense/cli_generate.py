@@ -147,10 +147,12 @@ def _check_chat(model: str, before: str, asked: Sequence[Any]) -> None:
 
 def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str, Any]]) -> None:
     """Appends the answers that a file doesn't have yet, each as soon as it is complete."""
-    from condense.progress import ProgressBar
+    from condense.progress import ProgressBar, stoppable
 
-    for prompt in ProgressBar(asked[file.num_answered :], total=len(asked), initial=file.num_answered, unit="prompt"):
-        file.append(prompt, answer(prompt.text, stream=False))
+    with stoppable(lambda: f"{file.path} keeps the answers that are complete"):
+        left = asked[file.num_answered :]
+        for prompt in ProgressBar(left, total=len(asked), initial=file.num_answered, unit="prompt"):
+            file.append(prompt, answer(prompt.text, stream=False))
     print(f"{file.path}: {len(asked):,} answers, {file.num_answered:,} of them from before", file=sys.stderr)
 
 

@@ -1,7 +1,12 @@
 """Progress bars: one line that moves in a terminal, and a line now and then in a log file."""
 
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
@@ -22,6 +27,8 @@ class ProgressBar(tqdm):
             self._next_line += delay
             options |= {"file": _Lines(sys.stderr), "delay": delay, "dynamic_ncols": False}
             options |= {"mininterval": SECONDS_PER_LINE, "maxinterval": SECONDS_PER_LINE}
+        else:
+            options = {"dynamic_ncols": True} | options
         super().__init__(*arguments, **options)
 
     def refresh(self, *arguments: Any, **options: Any) -> Any:
@@ -45,3 +52,31 @@ class _Lines:
 
     def flush(self) -> None:
         self.file.flush()
+
+
+class Terminated(SystemExit):
+    """Ends this process as SIGTERM asks, after the blocks that it leaves have ended."""
+
+
+@contextmanager
+def stoppable(kept: Callable[[], str]) -> Iterator[None]:
+    """Says at Ctrl-C and SIGTERM what is kept, and that the same command goes on from there.
+
+    SIGTERM then ends the process as Ctrl-C does, so other processes that it has started end too.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Terminated(128 + number)
+
+    in_charge = threading.current_thread() is threading.main_thread()
+    takes_over = in_charge and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if takes_over:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated):
+        print(f"\nstopped: {kept()}; the same command goes on from there", file=sys.stderr, flush=True)
+        raise
+    finally:
+        if takes_over:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

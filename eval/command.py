@@ -13,6 +13,7 @@ import typer
 from condense.extras import check_installed
 
 from .options import ATTENTION_HELP, Options, from_command_line, parameters
+from .table_layout import terminal_width
 
 
 def writable(folder: Path) -> Path:
@@ -44,7 +45,7 @@ def quiet() -> None:
 def show(results: dict[str, Any], shown_by: Any, output: Path) -> None:
     """Prints a result's tables and the names of its files. `shown_by` is the task or a module with `tables`."""
     for table in shown_by.tables(results):
-        print(table, end="\n\n")
+        print(table.within(terminal_width()), end="\n\n")
     kind = results["kind"]
     written = [f"{kind}.json"]
     written += [".csv"] if (output / f"{kind}.csv").exists() else []

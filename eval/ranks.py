@@ -23,6 +23,7 @@ import torch
 from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from condense.progress import Terminated
 from condense.training.subprocesses import child_environment, end_with_parents, run_all_to_end
 
 WITHOUT_LIMIT = timedelta(days=365)
@@ -179,12 +180,19 @@ def main() -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     sys.argv, function, arguments = pickle.load(sys.stdin.buffer)
+    exit_code = 0
     try:
         function(*arguments)
     except (ValueError, OSError) as error:
-        sys.exit(f"condense: {error}")
+        print(f"condense: {error}", file=sys.stderr)
+        exit_code = 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        exit_code = 130
+    except Terminated as stopped:
+        exit_code = int(stopped.code or 1)
+    if exit_code:
+        sys.stderr.flush()
+        os._exit(exit_code)  # a thread may still wait for records, and Python would abort at its exit
 
 
 if __name__ == "__main__":

@@ -19,9 +19,12 @@ from datetime import date
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from condense.files import atomic_file, check_not_linked
+
+from . import table_layout
 
 PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "rouge-score", "sentencex", "lm-eval")
 DPI = 150  # in pictures
@@ -40,10 +43,21 @@ class Table:
     rows: list[list[Any]]
 
     def __str__(self) -> str:
-        cells = [self.columns, *([str(cell) for cell in row] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join([self.title, *lines])
+        return self.within(None)
+
+    def within(self, width: int | None) -> str:
+        """Returns the table as text, in lines of at most `width` characters if it can."""
+        title = [self.title] if width is None else wrap(self.title, width)
+        return "\n".join([*title, *table_layout.lines(self.columns, self.cells, width)])
+
+    @property
+    def cells(self) -> list[list[str]]:
+        return [list(map(str, row)) for row in self.rows]
+
+    @property
+    def text_columns(self) -> list[bool]:
+        """Returns for each column whether it holds words, which stand at the left."""
+        return [table_layout.is_text([row[number] for row in self.cells]) for number in range(len(self.columns))]
 
 
 def some_table(title: str, columns: list[str], rows: list[list[Any]]) -> list[Table]:

@@ -9,12 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar, Generic, TypeVar
 
-from condense.progress import ProgressBar
+from condense.progress import ProgressBar, stoppable
 
 from .overview import Figure
 from .positions import exceeded, positions_exceeded
@@ -45,6 +44,17 @@ class Task(ABC, Generic[Item]):
     @abstractmethod
     def key(self, item: Item) -> Key:
         """Returns the unique name of an item's record, as JSON values."""
+
+    def in_words(self, item: Item) -> str:
+        """Returns an item's name for a progress bar, by default the fields of its key that say something."""
+        found = []
+        for name, value in self.key(item).items():
+            shown = name.replace("_", " ")
+            if isinstance(value, bool) or value is None:
+                found += [shown] if value else []
+            else:
+                found.append(value if isinstance(value, str) else f"{shown} {value:,}")
+        return ", ".join(found)
 
     def num_tokens(self, item: Item) -> int | None:
         """Returns the tokens of an item's longest text; None if positions don't matter."""
@@ -105,7 +115,8 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
     path, settings = output / task.kind, task.settings()
     marked = exceeded(task)
     with open_results_store(path.with_name(f"{task.kind}.records.jsonl"), settings) as store:
-        measured = measure(task, store) if ranks is None else _measure_on_ranks(task, store, settings, ranks)
+        with stoppable(lambda: f"{store.path} keeps {len(store.done):,} records"):
+            measured = measure(task, store) if ranks is None else _measure_on_ranks(task, store, settings, ranks)
         with _named_if_damaged(store):
             results = {"kind": task.kind, **run_metadata(), **task.results(settings, measured)}
         if marked:
@@ -156,17 +167,16 @@ def _named_if_damaged(store: ResultsStore) -> Iterator[None]:
 def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[Item, Record]]:
     """Returns the items of a task with their records, measured now if the store has none."""
     store, items = store or ResultsStore(None, {}), task.items()
-    keys, measured = [task.key(item) for item in items], []
-    pending = [key not in store for key in keys]
-    done = len(items) - sum(pending)
+    keys = [task.key(item) for item in items]
+    done = sum(key in store for key in keys)
     with ProgressBar(total=len(items), initial=done, desc=task.kind, unit=task.unit) as bar:
-        for item, key, is_pending in zip(items, keys, pending, strict=True):
-            if is_pending:
-                bar.set_postfix_str(" ".join(map(str, key.values())))
-            measured.append((item, store.get(key, partial(_record, task, item))))
-            bar.update(is_pending)
+        for item, key in zip(items, keys, strict=True):
+            if key not in store:
+                bar.set_postfix_str(task.in_words(item))
+                store.add(encode(key, _record(task, item)))
+                bar.update()
     store.sort(keys)
-    return measured
+    return [(item, store[key]) for item, key in zip(items, keys, strict=True)]
 
 
 def _record(task: Task[Item], item: Item) -> Record:

@@ -1,7 +1,7 @@
 """A grid of cases, each measured in its own process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +16,7 @@ from .memory import PeakMemory, memory_of
 from .options import ProfileOptions
 from .process import ForkServer, ProcessKilledError
 from .sources import ProfiledModel, build
-from .tables import label
+from .tables import MODE_NAMES, label, workload
 
 DEFAULTS: dict[str, Sequence[Any]] = {
     "modes": MODES,
@@ -131,6 +131,9 @@ class GridTask(Task[BenchmarkCase]):
 
     def key(self, item: BenchmarkCase) -> dict[str, Any]:
         return key_of(item) | {"config": self.environment.model_of(item).fingerprint}
+
+    def in_words(self, item: BenchmarkCase) -> str:
+        return f"{self._label(item)}, {item.length:,} tokens, {workload(asdict(item), MODE_NAMES[item.mode])}"
 
     def measure(self, item: BenchmarkCase) -> dict[str, Any]:
         """Returns the figures of a case. If the system kills the process, the result is out of memory."""

@@ -9,9 +9,8 @@ from typing import Any
 from ..paper import RATIOS, Ratio
 from ..results import Table, picture, set_log_scale, some_table
 from .models import TABLE_1_PARAMETERS
-from .tables import failure, group_by, label, model_table, token_axis, workload
+from .tables import MODE_NAMES, failure, group_by, label, model_table, token_axis, workload
 
-MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}
 SHARED = ("mode", "batch", "attention", "checkpointing", "optimizer")  # all points of a table share them
 MORE: dict[str, tuple[str, float]] = {  # for points on a GPU: the column, and its unit
     "reserved_bytes": ("reserved [MiB]", 2**-20),
@@ -30,12 +29,12 @@ def tables(results: dict[str, Any]) -> list[Table]:
     for shared, points in group_by(results["points"], *SHARED):
         state = shared["mode"] != "training"
         columns = ["tokens", "model", f"{MODE_NAMES[shared['mode']]} [ms]", "lowest to highest [ms]"]
-        columns += ["peak [MiB]", "peak above model [MiB]", "the same after the first call [MiB]"]
+        columns += ["peak [MiB]", "peak above model [MiB]", "after the first call [MiB]"]
         more = {name: unit for name, unit in MORE.items() if any(name in point for point in points)}
         columns += [name for name, _ in more.values()] + [f"state [{_state_unit(points)}]"] * state
         stock = next((label(point) for point in points if point["kind"] == "stock"), "stock")
-        later = " after the first call" if _peak_of(points) == LATER else ""
-        columns += [f"{stock}'s {what} / own" for what in ("time", f"peak{later}", f"peak above model{later}")]
+        peak = "later peak" if _peak_of(points) == LATER else "peak"
+        columns += [f"{stock}'s {what} / own" for what in ("time", peak, f"{peak} above model")]
         rows = []
         for point in points:
             row: list[Any] = [_tokens(point), label(point)]

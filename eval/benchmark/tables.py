@@ -6,6 +6,7 @@ from typing import Any
 from ..results import Table, groups_of
 from .cases import WITHOUT_SEGMENTS
 
+MODE_NAMES = {"training": "training step", "prefill": "prefill", "decoding": "new token"}
 SHAPE = {  # fields of a config.json, by the names of their columns
     "layers": "num_hidden_layers",
     "hidden size": "hidden_size",

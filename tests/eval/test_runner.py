@@ -1,6 +1,8 @@
 """The driver resumes where it was stopped, measures nothing twice, and writes the same files in the end."""
 
 import json
+import os
+import signal
 import subprocess
 from typing import ClassVar, NamedTuple
 
@@ -79,13 +81,50 @@ def test_a_stopped_measurement_resumes(tmp_path, stop):
     assert [row["square"] for row in run(third, tmp_path)["squares"]] == [4, 49] and third.calls == [7]
 
 
-def test_the_bar_of_a_resumed_measurement_begins_where_it_stopped(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("stop", "error"),
+    [
+        (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), SystemExit),
+    ],
+)
+def test_a_signal_says_how_to_resume(stop, error, tmp_path, capsys):
+    """Ctrl-C and SIGTERM; after the measurement SIGTERM has its default action again."""
+
+    class Interrupted(Squares):
+        def measure(self, item):
+            if len(self.calls) == 2:
+                stop()
+            return super().measure(item)
+
+    with pytest.raises(error) as left:
+        run(Interrupted([3, 1, 2, 5]), tmp_path)
+    said = f"stopped: {tmp_path}/squares.records.jsonl keeps 2 records; the same command goes on from there"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    assert error is KeyboardInterrupt or left.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert [row["square"] for row in run(Squares([3, 1, 2, 5]), tmp_path)["squares"]] == [9, 1, 4, 25]
+
+
+def test_a_resumed_bar_begins_with_what_is_done(tmp_path, capsys):
+    """So its rate and its remaining time are those of what is measured now."""
     with pytest.raises(Stopped):
-        run(Squares([3, 1, 2], stop=2), tmp_path)
+        run(Squares([3, 1, 2, 5], stop=3), tmp_path)
     capsys.readouterr()
-    run(Squares([3, 1, 2]), tmp_path)
-    first, *_, last = [line for line in capsys.readouterr().err.splitlines() if "squares" in line]
-    assert " 2/3 " in first and " 3/3 " in last
+    run(Squares([5, 3, 1, 2]), tmp_path)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert "| 3/4 [" in first and "| 4/4 [" in last and last.endswith("number 5]")
+
+
+def test_items_in_words():
+    """Names of fields stand beside numbers; what is off or left out is not said."""
+
+    class Keyed(Squares):
+        def key(self, item):
+            return item
+
+    key = {"model": "llama", "length": 1024, "depth": 0.5, "segment_length": None, "fixed": True, "optimizer": False}
+    assert Keyed([]).in_words(key) == "llama, length 1,024, depth 0.5, fixed"
 
 
 def test_what_is_written(tmp_path):

@@ -8,10 +8,11 @@ from transformers import Gemma3Config, GPTNeoXConfig, LlamaConfig, MambaConfig
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.eval.benchmark.cases import BenchmarkCase, ModelVariant
+from condense.eval.benchmark.grid import Environment
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS
 from condense.eval.benchmark.options import ProfileOptions
 from condense.eval.benchmark.process import ForkServer, ProcessKilledError
-from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, profile, utilization
+from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, Profile, profile, utilization
 from condense.eval.benchmark.profile_tables import tables
 from condense.eval.benchmark.sources import build, read_models
 
@@ -198,9 +199,9 @@ def test_the_first_call_moves_the_weights_and_later_ones_do_not(one_server, tmp_
         first, later = (
             f"{(point[name] - point['before_bytes']) / 2**20:,.0f}" for name in ("peak_bytes", "later_peak_bytes")
         )
-        assert row["peak above model [MiB]"] == first and row["the same after the first call [MiB]"] == later
+        assert row["peak above model [MiB]"] == first and row["after the first call [MiB]"] == later
     ratio = (stock["later_peak_bytes"] - stock["before_bytes"]) / (folded["later_peak_bytes"] - folded["before_bytes"])
-    assert mine["stock's peak above model after the first call / own"] == f"{ratio:.2f}x"
+    assert mine["stock's later peak above model / own"] == f"{ratio:.2f}x"
     assert "state [MiB, float32]" in table.columns
 
 
@@ -213,11 +214,19 @@ def test_results_from_before_the_first_call_stood_alone():
     for later in ({}, {"later_peak_bytes": 2**20}):
         _, table = tables({"points": [old, {**stock, **later}]})
         first = dict(zip(table.columns, table.rows[0], strict=True))
-        assert (
-            first["the same after the first call [MiB]"] == "-" and first["stock's peak above model / own"] == "4.00x"
-        )
+        assert first["after the first call [MiB]"] == "-" and first["stock's peak above model / own"] == "4.00x"
     _, table = tables({"points": [{**old, "later_peak_bytes": 0}, {**stock, "later_peak_bytes": 2**20}]})
     assert table.rows[0][-2:] == ["-", "-"]  # nothing to divide by
+
+
+def test_a_case_in_words(llama):
+    """In the progress bar: without hashes and without what is off."""
+    models = tuple(read_models(ProfileOptions(configs=[str(llama)])))
+    case = BenchmarkCase(
+        kind="folded", mode="training", length=2048, segment_length=64, attention="auto", model="llama"
+    )
+    task = Profile([case], Environment(models, "auto", 1), None, {})
+    assert task.in_words(case) == "folded, segment 64, 2,048 tokens, training step, batch 1, attention auto"
 
 
 def test_mfu_of_a_step():

@@ -1,7 +1,7 @@
 """The table of models and tasks that a report begins with, from all results in a folder.
 
 A task gives one or a few figures per model (`Task.overview`). Results of lm-evaluation-harness and of custom
-evaluations are read here. Results without such figures are listed.
+evaluations are read here. Results that can't be read, or shown as figures, are listed; others have only a section.
 """
 
 import csv
@@ -17,8 +17,6 @@ from condense.files import read_text
 from condense.laboratories import SHOWN_BY
 
 from .results import Table
-
-NO_FIGURE = "has no figure by model"
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def remark_of(name: str, results: dict[str, Any], chat: str = "in a chat") -> st
 
 @dataclass
 class Overview:
-    """Collects the figures of results, and the results without one."""
+    """Collects the figures of results, and what of them is left out."""
 
     figures: list[tuple[Figure, str]] = field(default_factory=list)  # with the result, a path in the folder
     weights: dict[tuple[str, str], str] = field(default_factory=dict)  # by model and result
@@ -86,8 +84,6 @@ class Overview:
             if source := model.get("source"):
                 self.names.setdefault(source, model["name"])
         self.figures += [(figure, result) for figure in figures]
-        if not figures:
-            self.left_out[result] = NO_FIGURE
 
     def rows(self) -> dict[str, dict[str, Figure]]:
         """Returns the figures by model and measure.

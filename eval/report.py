@@ -7,11 +7,12 @@ FOLDER/report.html, which needs no other file.
 
 import base64
 import json
+import struct
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from condense import laboratories
 from condense.files import atomic_file, check_not_linked, read_text
@@ -28,6 +29,8 @@ SHOWN_BY = TASKS | {
     "modules": "condense.eval.benchmark.module_tables",
     "schedules": "condense.eval.benchmark.schedule_tables",
 }  # these have `tables`
+PNG = b"\x89PNG\r\n\x1a\n"
+CSS_PIXELS = 0.72  # per pixel of a picture, which has 150 in an inch
 METADATA = ("command", "hardware", "versions", "date")
 ABOUT = {
     "passkey": "A number is hidden in irrelevant text, and a question at the end asks for it. An answer counts when "
@@ -69,8 +72,15 @@ class Section:
     title: str
     about: str
     tables: list[Table]
-    pictures: list[str]  # PNG as base64
+    pictures: list["Picture"]
     origin: dict[str, Any]  # command, hardware, versions and date, if known
+
+
+class Picture(NamedTuple):
+    """A PNG as base64, and its width on a page, of which its letters have the size of the page's small print."""
+
+    data: str
+    width: int  # CSS pixels
 
 
 def write_report(folder: Path, title: str = "condense") -> Path:
@@ -197,13 +207,16 @@ def _overview(folder: Path, overview: Overview, skipped: dict[str, str]) -> Sect
 def _pictures(path: Path, folder: Path, skipped: dict[str, str]) -> list[Path]:
     """Returns a result's pictures: files that begin with its name, unless a longer result name fits as well."""
     names = [other.stem for other in path.parent.glob("*.json")]
-    linked = [found for found in path.parent.glob(f"{path.stem}*.png") if found.is_symlink()]
-    skipped |= {str(found.relative_to(folder)): "a link" for found in linked}
-    return [
-        found
-        for found in sorted(path.parent.glob(f"{path.stem}*.png"))
-        if found not in linked and path.stem == max((name for name in names if found.stem.startswith(name)), key=len)
-    ]
+    found = []
+    for picture in sorted(path.parent.glob(f"{path.stem}*.png")):
+        if picture.is_symlink():
+            skipped[str(picture.relative_to(folder))] = "a link"
+        elif path.stem == max((name for name in names if picture.stem.startswith(name)), key=len):
+            if picture.read_bytes().startswith(PNG):
+                found.append(picture)
+            else:
+                skipped[str(picture.relative_to(folder))] = "not a PNG"
+    return found
 
 
 def _training(folder: Path, skipped: dict[str, str]) -> list[Section]:
@@ -225,5 +238,7 @@ def _title(kind: str, path: Path, folder: Path) -> str:
     return kind if str(where) in (".", kind) else f"{kind}: {where}"
 
 
-def _embed(path: Path) -> str:
-    return base64.b64encode(path.read_bytes()).decode()
+def _embed(path: Path) -> Picture:
+    data = path.read_bytes()
+    (pixels,) = struct.unpack(">I", data[len(PNG) + 8 :][:4])  # after the length and the name of the first chunk
+    return Picture(base64.b64encode(data).decode(), round(CSS_PIXELS * pixels))

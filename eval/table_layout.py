@@ -13,7 +13,7 @@ HEAD_WIDTH = 12  # of a head that is wrapped, if there is room for it
 MOST_NAMES = 3  # columns that may name a row: up to the first one of words
 WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 EMPTY = ("", "-", "OOM")  # in columns of numbers as in columns of text
-NUMBER = re.compile(r"[\[(]?[-+<>]?\d[\d,.+-]*(e[-+]?\d+)?[%x*]?[,;:\])]?")  # 4.47x, 1,024*, [0.1, 1.2e-05:
+NUMBER = re.compile(r"([<>] )?[\[(]?[-+]?\d[\d,.+-]*(e[-+]?\d+)?[%x*]?[,;:\])]?(\s|$)")  # < 4.5, 4.47x, 1,024*, [0.1,
 
 Row = Sequence[str]
 
@@ -21,7 +21,7 @@ Row = Sequence[str]
 def is_text(cells: Row) -> bool:
     """Whether a column holds words: at least half of its cells do not begin with a number."""
     known = [cell for cell in cells if cell.strip() not in EMPTY]
-    return bool(known) and 2 * sum(NUMBER.fullmatch(cell.split()[0]) is not None for cell in known) <= len(known)
+    return bool(known) and 2 * sum(NUMBER.match(cell.strip()) is not None for cell in known) <= len(known)
 
 
 def terminal_width() -> int | None:

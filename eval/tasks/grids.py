@@ -1,8 +1,10 @@
 """Evaluations on a grid of rows by lengths: right answers to batches of prompts, counted and drawn as a heat map."""
 
 import json
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -18,6 +20,7 @@ from ..statistics import wilson
 from .evaluation import Evaluation, dtype_of, figure_of, shown_name, state_unit
 
 LINE_STYLES = ("-", "--", "-.")  # in turn, so overlapping lines remain visible
+PAGE_WIDTH = 11.0  # of a report [inches]
 PROMPT_TOKENS = 2**25  # in all prompts of a batch, as integers in memory
 
 
@@ -124,11 +127,11 @@ class Grid(Evaluation[Batch]):
         """Draws one per model, of accuracies or, under a `title`, of other shares."""
         models, lengths, rows = results["models"], results["lengths"], results[f"{cls.row}s"]
         label = max(len(cls.label(row)) for row in rows)
-        size = (max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows)) * len(models))
-        with picture(path, rows=len(models), figsize=size, squeeze=False) as panels:
+        size = max(3.2, 0.9 + 0.08 * label + 0.62 * len(lengths)), max(2.6, 1.7 + 0.42 * len(rows))
+        with side_by_side(path, len(models), *size) as panels:
             if title:
-                panels[0, 0].figure.suptitle(title, fontsize=10)
-            for axes, model in zip(panels[:, 0], models, strict=True):
+                panels[0].figure.suptitle(title, fontsize=10)
+            for axes, model in zip(panels, models, strict=True):
                 cls._heat_map(axes, model["name"], results, "%" if title else "% correct")
 
     @classmethod
@@ -225,6 +228,18 @@ def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence
     axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", fontsize=8)
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
     axes.figure.colorbar(image, ax=axes, label=unit)
+
+
+@contextmanager
+def side_by_side(path: Path, number: int, width: float, height: float) -> Iterator[list[Any]]:
+    """Yields the axes of a picture of panels of this size [inches], in as few rows as fit on a page."""
+    rows = math.ceil(number / min(number, max(1, int(PAGE_WIDTH // width))))
+    columns = math.ceil(number / rows)
+    size = (width * columns, height * rows)
+    with picture(path, rows=rows, columns=columns, figsize=size, squeeze=False) as panels:
+        for axes in panels.flat[number:]:
+            axes.axis("off")
+        yield list(panels.flat[:number])
 
 
 def trained_length(source: str) -> int | None:

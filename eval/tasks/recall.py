@@ -19,7 +19,7 @@ from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from .evaluation import Evaluation, complete, dtype_of, kibibytes, naming_length, shown_name, with_interval
-from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch
+from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch, side_by_side
 from .options import RecallOptions
 
 RECALLED = 0.9  # the share of right answers that counts as recall
@@ -175,9 +175,9 @@ class Recall(Evaluation[Batch]):
                     _draw_capacities(axes, results, form, sizes)
                 legend = panels[0, 0].get_legend_handles_labels()
                 panels[0, 0].figure.legend(*legend, loc="outside lower center", ncols=2, fontsize=7)
-        size = ((2.4 + 0.62 * len(lengths)) * len(forms), (1.7 + 0.36 * len(pairs)) * len(models))
-        with picture(path, rows=len(models), columns=len(forms), figsize=size, squeeze=False) as panels:
-            for axes, (model, form) in zip(panels.flat, product(models, forms), strict=True):
+        size = 2.4 + 0.62 * len(lengths), 1.7 + 0.36 * len(pairs)
+        with side_by_side(path, len(models) * len(forms), *size) as panels:
+            for axes, (model, form) in zip(panels, product(models, forms), strict=True):
                 cells = _by_place(results, model["name"], form)
                 shares = np.array([[100 * cells[number, length]["accuracy"] for length in lengths] for number in pairs])
                 heat_map(axes, shares, [f"{number:,}" for number in pairs], [_shown(length) for length in lengths])

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from condense.eval.report import write_report
 from condense.eval.results import run_metadata
@@ -42,7 +43,7 @@ def test_the_page_stands_alone(folder):
     page = write_report(folder, title="a <test>").read_text()
     assert "a &lt;test&gt;" in page and "a &lt;b&gt;: % correct" in page and page.count("data:image/png;base64,") == 4
     assert "src=" in page and 'src="http' not in page and re.findall('href="([^#][^"]*)"', page) == []
-    cells = re.findall("<td>([^<]*)", page)
+    cells = re.findall("<td[^>]*>([^<]*)", page)
     assert cells[cells.index("staged") :][:7] == ["staged", "5,000", "", "2.0000", "2.5000", "2.323", "87.5%"]
     for cell in ("1,000", "75.0", "2.0", "run/trained", "0.5208", "0.2500"):
         assert cell in cells, cell
@@ -57,6 +58,49 @@ def test_each_result_has_its_own_pictures(tmp_path):
     shutil.copy(tmp_path / "ablation_blocks.png", tmp_path / "ablation_blocks-again.png")
     _, *sections = write_report(tmp_path).read_text().split("<h2")
     assert [section.count("data:image/png;base64,") for section in sections] == [1, 2]
+
+
+def test_words_stand_at_the_left_and_numbers_at_the_right(folder):
+    page = write_report(folder).read_text()
+    table = page.split("<h3>passkey retrieval, all depths together</h3>")[1].split("</table>")[0]
+    assert "words" not in table  # tokens, shares, intervals and sizes
+    runs = page.split("<h3>runs</h3>")[1].split("</table>")[0]
+    assert re.findall('class="words">([^<]*)', runs)[:3] == ["run", "run/trained", "staged"]
+    assert "<td>2.0000" in runs and "<th>steps" in runs
+
+
+def test_pictures_have_the_width_of_their_letters(folder, tmp_path):
+    """A picture of twice the width is shown twice as wide, whatever room there is: letters have one size."""
+    widths = [int(found) for found in re.findall(r"--width: (\d+)px", write_report(folder).read_text())]
+    pixels = [Image.open(path).width for path in sorted((folder / "one").rglob("*.png"))]
+    pixels += [Image.open(folder / f"training{suffix}.png").width for suffix in ("", "-validation")]
+    assert widths == [round(0.72 * width) for width in pixels]
+
+
+def test_a_picture_that_is_none_is_left_out(folder, tmp_path):
+    results = tmp_path / "results"
+    shutil.copytree(folder, results)
+    (results / "one" / "passkey" / "passkey.png").write_text("no picture")
+    assert_refused(r"one/passkey/passkey\.png \(not a PNG\)", write_report, results)
+    page = (results / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3 and "75.0" in page
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 2)), (7, (3, 3))])
+def test_heat_maps_stand_side_by_side(number, expected, tmp_path, monkeypatch):
+    """As many as fit on a page, so no half of it is empty."""
+    drawn = []
+    monkeypatch.setattr("condense.eval.results._save", lambda figure, _: drawn.append(figure))
+    models = [f"m{n}" for n in range(number)]
+    cell = {"length": 80, "depth": 0.0, "correct": 3, "total": 4, "accuracy": 0.75, "low": 0.3, "high": 0.95}
+    results = {"models": [{"name": name} for name in models], "depths": [0.0], "lengths": [80]}
+    results |= {"cells": [{"model": name, "state_bytes": 1, **cell} for name in models]}
+    Passkey.draw(results | {"longest_trained": dict.fromkeys(models)}, tmp_path / "passkey")
+    (figure,) = drawn
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    grid = panels[0].get_subplotspec().get_gridspec()
+    assert [axes.get_title() for axes in panels] == models and (grid.nrows, grid.ncols) == expected
+    assert figure.get_size_inches()[0] <= 11
 
 
 def test_a_page_sorts_signed_and_tiny_numbers_by_their_value(folder):

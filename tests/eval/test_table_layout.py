@@ -34,6 +34,8 @@ def test_words_stand_at_the_left_and_numbers_at_the_right():
     [
         (["75.0 (60.0 to 80.0), in a chat", "-"], False),
         (["4.47x", "OOM"], False),
+        (["< 1.0", ">= 4"], True),
+        (["< 1.0", "> 8.0 (7.1 to 9.5)"], False),
         (["-0.0030", "+1.2e-05 [1e-05, 2e-05]"], False),
         (["0-512", "1024+", "overall"], False),
         (["[0.1, 0.2]", "1,024*"], False),

@@ -93,5 +93,5 @@ def test_the_same_numbers_are_beside_the_page(tmp_path):
 
 def test_the_report_of_a_single_run_has_its_name(tmp_path, drawn):
     write_log(tmp_path / "mine", GPU)
-    assert "<td>mine" in write_report(tmp_path / "mine").read_text()
+    assert '<td class="words">mine' in write_report(tmp_path / "mine").read_text()
     assert list(drawn["training loss"]) == ["mine"] and "validation loss" not in drawn

@@ -271,3 +271,19 @@ def test_a_full_disk_loses_no_answer(llama, tmp_path, new_process):
         return [json.loads(line)["text"] for line in written.splitlines()]
 
     assert texts(answers.read_text()) == texts(whole)
+
+
+def test_an_interrupted_file_of_answers_says_how_it_goes_on(tmp_path, capsys):
+    path, prompts = tmp_path / "answers.jsonl", [Prompt(1, "The grass"), Prompt(2, "What")]
+
+    def answer(text, stream):
+        if text == "What":
+            raise KeyboardInterrupt
+        return {"text": "is green"}
+
+    with AnswerFile(path, prompts, {}) as file, pytest.raises(KeyboardInterrupt):
+        condense.cli_generate._answer_all(prompts, file, answer)
+    said = f"stopped: {path} keeps the answers that are complete; the same command goes on from there"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+    with AnswerFile(path, prompts, {}) as file:
+        assert file.num_answered == 1

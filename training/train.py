@@ -306,7 +306,7 @@ def make_callbacks(
         curriculum.save if curriculum else None,
         recipe.checkpoints.keep,
         recipe.model_dump(mode="json"),
-        contents=contents(recipe),
+        digests=contents(recipe),
         former_stages=[[stage.model_dump() for stage in stages] for stages in former],
     )
     return [

@@ -87,8 +87,8 @@ def changes(checkpoint: Path, recipe: Recipe) -> Changes:
     if _same_until(marker["step"], before["stages"], now["stages"]):
         follows.add("stages")
     before, now = _flat(before), _flat(now)
-    # Checkpoints of former versions have no contents, so their paths must be the same.
-    held = marker.get("contents", {})
+    # Those of former versions have none, or of parts of the files: their paths must be the same.
+    held = marker.get("digests", {})
     holds = contents(recipe) if held else {}
     found = Changes([], [])
     if recipe.steps < marker["step"]:

@@ -19,7 +19,7 @@ from condense.progress import ProgressBar
 
 from ..recipe import DocumentData, Source, TextData
 from .chunks import Chunk, Outcome, Reading, read_chunks
-from .documents import good_documents, take_turns
+from .documents import good_documents, take_turns, used_fields
 from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
 from .workers import Needed, Workers
@@ -93,7 +93,7 @@ class _Merged:
 
     def __init__(self, source: Source, number: int, with_summaries: bool, position: Position, counts: dict[str, Any]):
         self.source, self.number, self.with_summaries, self.position = source, number, with_summaries, position
-        self.shards = open_shards(source)
+        self.shards = open_shards(source, used_fields(source, with_summaries))
         self.counts, self.ended = Counter(counts.get("counts", {})), counts.get("ended", False)
 
     def readings(self) -> list[Reading]:

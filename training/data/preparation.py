@@ -20,11 +20,12 @@ from condense.progress import ProgressBar
 from ..recipe import DocumentData, Source, TextData
 from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns, used_fields
+from .grouping import groups
 from .shards import Problem, open_shards
 from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
 from .workers import Needed, Workers
 
-BATCH = 64  # documents between two checks of whether more are needed
+BATCH = 64  # documents between two checks of whether more are needed, or fewer with the tokens of a part
 PART_TOKENS = 2**24  # of a part, approximately
 UNMERGED = "unmerged"  # the folder of chunks that worker processes have written, until they are merged into parts
 PART_DOCUMENTS = 2**16  # read for a part, at most: a kill loses no more if most documents are dropped
@@ -128,6 +129,10 @@ def _kind(outcome: Outcome) -> str:
     return "kept" if isinstance(outcome, Tokens) else outcome if isinstance(outcome, str) else outcome.kind
 
 
+def _num_tokens(outcome: Outcome) -> int:
+    return len(outcome.input_ids) if isinstance(outcome, Tokens) else 0
+
+
 class _Preparation:
     """The progress of a preparation."""
 
@@ -179,6 +184,7 @@ class _Preparation:
         """Writes parts. After each one, calls `on_merged` with each source and its first shard that is still needed."""
         num_read = [source.position.num_read for source in merged]
         outcomes = take_turns([source.outcomes(chunks) for source in merged], num_read)
+        batches = groups(outcomes, _num_tokens, PART_TOKENS, BATCH)
         while not self.finished:
             kept, problems = list[Tokens](), list[Problem]()
             tokens_before, read_before = self.counts["tokens kept"], self.counts["read"]
@@ -187,7 +193,7 @@ class _Preparation:
                 and self.counts["tokens kept"] - tokens_before < PART_TOKENS
                 and self.counts["read"] - read_before < PART_DOCUMENTS
             ):
-                kept += self._take(list(islice(outcomes, BATCH)), problems)
+                kept += self._take(next(batches, []), problems)
             notes = {
                 "positions": [source.position for source in merged],
                 "ended": self.ended,
@@ -202,7 +208,7 @@ class _Preparation:
 
     def _take(self, batch: Sequence[Outcome], problems: list[Problem]) -> list[Tokens]:
         """Counts a batch and returns the documents to keep. The sources have ended if it is not full."""
-        self.ended = len(batch) < BATCH
+        self.ended = len(batch) < BATCH and sum(map(_num_tokens, batch)) < PART_TOKENS
         good = good_documents(batch, self.data.bad_documents, problems.append, "data.bad_documents=skip")
         kept = [outcome for outcome in good if isinstance(outcome, Tokens)]
         lengths = [len(tokens.input_ids) for tokens in kept]

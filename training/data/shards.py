@@ -17,13 +17,15 @@ from condense.files import decode_text
 from condense.loading import first_line
 
 from ..recipe import Source
+from .grouping import groups
 
 if TYPE_CHECKING:
     import pyarrow
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 CHUNK = 64  # records
-TEXT_FILES = 16  # of one document each, in a shard
+CHUNK_CHARACTERS = 2**22  # of a file's chunk, approximately: memory holds a few chunks and at least one document
+TEXT_FILES, TEXT_BYTES = 16, 2**22  # of one document each, in a shard: at most, and approximately
 
 
 class Problem(NamedTuple):
@@ -51,7 +53,7 @@ class FileShard:
         """Yields records, and the position after them."""
         count = position or 0
         records = islice(_file_records(self.paths, self.fields), count, None)
-        while chunk := list(islice(records, CHUNK)):
+        for chunk in groups(records, _num_characters, CHUNK_CHARACTERS, CHUNK):
             count += len(chunk)
             yield chunk, count
 
@@ -127,9 +129,14 @@ def columns_of(names: Sequence[str], fields: Iterable[str]) -> list[str]:
 def _file_shards(paths: Iterable[Path], fields: tuple[str, ...]) -> Iterator[FileShard]:
     """Yields a shard for each file of many documents, and for each run of files of one document."""
     for suffix, group in groupby(paths, lambda path: path.suffix):
-        size = TEXT_FILES if suffix == ".txt" else 1
-        while run := tuple(islice(group, size)):
-            yield FileShard(run, fields)
+        most = TEXT_FILES if suffix == ".txt" else 1
+        for run in groups(group, lambda path: path.stat().st_size, TEXT_BYTES, most):
+            yield FileShard(tuple(run), fields)
+
+
+def _num_characters(record: Record) -> int:
+    _, fields = record
+    return 0 if isinstance(fields, Problem) else sum(len(value) for value in fields.values() if isinstance(value, str))
 
 
 def source_files(source: Source) -> list[Path]:

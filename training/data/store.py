@@ -18,6 +18,7 @@ from .shards import source_files
 
 FINGERPRINTED = 16  # documents whose tokens ranks compare
 FORMAT = 3  # raised when parts, or the tokens in them, change: folders of other formats are not read
+FILES_FORMAT = 2  # raised when shards or chunks of files change, since positions count them
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "num_given": pa.int32(), "source": pa.int32()})
 
 
@@ -113,7 +114,7 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
     described = {
         "format": FORMAT,
         "sources": [source.model_dump() for source in sources],
-        "files": files,
+        "files": [FILES_FORMAT, *files] if files else [],
         "bad_documents": data.bad_documents,
         "tokenizer": [_rules_of(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id],
         **settings,
@@ -171,7 +172,7 @@ def room_for(folder: Path) -> AbstractContextManager[None]:
 
 def write_part(sink: Any, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
     """Writes documents and, as JSON, notes to one of Arrow's output streams."""
-    ids = [tokens.input_ids.astype(np.int32) for tokens in kept]
+    ids = [tokens.input_ids.astype(np.int32, copy=False) for tokens in kept]
     columns = [ids, [tokens.num_given for tokens in kept], [tokens.source for tokens in kept]]
     schema = SCHEMA.with_metadata({"notes": json.dumps(notes)})
     with pa.ipc.new_file(sink, schema) as writer:

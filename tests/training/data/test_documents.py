@@ -167,6 +167,22 @@ def test_a_badly_encoded_row_of_parquet_costs_only_itself(tmp_path):
     assert (problem.where, problem.kind) == (f"{path}:row 1", "wrong encoding")
 
 
+def test_memory_holds_a_few_chunks_of_long_documents(tmp_path, monkeypatch):
+    """Shards of text files, and chunks of any files, end early if their texts are long."""
+    monkeypatch.setattr(shards, "TEXT_BYTES", 100)
+    monkeypatch.setattr(shards, "CHUNK_CHARACTERS", 100)
+    sizes = [30] * 4 + [250, 10, 60, 40] + [1] * 20
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number:02d}.txt").write_text("x" * size)
+    write_json_lines(tmp_path / "lines.jsonl", [{"text": "x" * size, "n": 1} for size in sizes])
+    opened = open_shards(Source(files=str(tmp_path / "*.txt")), ["text"])
+    assert [len(shard.paths) for shard in opened] == [4, 1, 3, 16, 4]
+    (lines,) = open_shards(Source(files=str(tmp_path / "lines.jsonl")), ["text"])
+    assert [(len(chunk), position) for chunk, position in lines.chunks()] == [(4, 4), (1, 5), (3, 8), (20, 28)]
+    texts = [fields["text"] for _, fields in [*rest(lines, 4)]]
+    assert list(map(len, texts)) == sizes[4:]
+
+
 def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
     (tmp_path / "part[1].txt").write_text("text")
     assert [document.text for document in read(Source(files=str(tmp_path / "part[1].txt")))] == ["text"]

@@ -1,6 +1,7 @@
 """Documents become sequences: nothing twice, nothing lost, nothing leaking."""
 
 from collections import Counter
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
+from condense.training.data import text
+from condense.training.data.documents import Document
 from condense.training.data.examples import collate
 from condense.training.data.store import Tokens
 from condense.training.data.tasks import make_examples
@@ -99,6 +102,27 @@ def test_every_token_once_an_epoch(total_length):
 def test_no_whole_piece_is_named():
     with pytest.raises(ValueError, match="no document has total_length=50 tokens; the longest has 9"):
         TextExamples(Documents([3, 9]), 0, 2, "cut", seed=0).sequence(0, 50)
+
+
+def test_a_long_document_is_tokenised_in_pieces(monkeypatch):
+    """A tokenizer holds hundreds of bytes for every token of a call; the tokens are those of one call."""
+    names = [f"the{letter}" for letter in ascii_lowercase]
+    words = np.random.default_rng(0).choice(names, 150_000)
+    texts = ["thea theb", " ".join(words), "thec", "\n".join(words[:5_000])]
+    tokenizer, calls = word_tokenizer(names), []
+    expected = [[1, *tokenizer(one)["input_ids"], 2] for one in texts]
+    monkeypatch.setattr(text, "CHARACTERS_AT_ONCE", 200_000)
+    read = type(tokenizer).__call__
+
+    def reading(self, given, **options):
+        calls.append(len(given) if isinstance(given, str) else sum(map(len, given)))
+        return read(self, given, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", reading)
+    found = text.text_encoder(tokenizer, 2)([Document("a", one) for one in texts])
+    assert [one.input_ids.tolist() for one in found[:2]] == expected[:2] and found[3].input_ids.tolist() == expected[3]
+    assert found[2] == "under 2 tokens" and found[1].input_ids.dtype == np.int32
+    assert len(texts[1]) > 500_000 and max(calls) < 300_000
 
 
 def test_no_memory_passes_from_one_document_to_the_next():

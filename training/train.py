@@ -43,7 +43,14 @@ from condense.training.allocator import record_history, snapshot_when_full
 from condense.training.callbacks import Evaluations, GrowCurriculum, LearningRate, Log, Progress
 from condense.training.checkpoints.complete import CompleteCheckpoints, remove_incomplete, room_for_checkpoints
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import changes, find_checkpoint, finished, former_stages, make_universal
+from condense.training.checkpoints.resume import (
+    changes,
+    find_checkpoint,
+    finished,
+    former_stages,
+    make_universal,
+    other_order,
+)
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
 from condense.training.data.examples import Examples
@@ -238,6 +245,8 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
             f"resuming from {checkpoint}" + (f" with another recipe: {followed}. {kept}" if followed else ""),
             flush=True,
         )
+        if (other := other_order(checkpoint, recipe)) is not None:
+            print(other, flush=True)
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
         print(f"{not_counted}, so no MFU is logged", flush=True)
     remove_incomplete(recipe.output)

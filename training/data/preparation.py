@@ -22,7 +22,7 @@ from .chunks import Chunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns, used_fields
 from .grouping import groups
 from .shards import Problem, open_shards
-from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
+from .store import ALL, Encode, Need, Store, Tokens, part_name, room_for, write_part_file
 from .workers import Needed, Workers
 
 BATCH = 64  # documents between two checks of whether more are needed, or fewer with the tokens of a part
@@ -120,9 +120,7 @@ class _Merged:
 
     def described(self) -> dict[str, Any]:
         """Returns the source's name, its documents counted by their outcome, and whether it has ended."""
-        source = self.source
-        name = source.files or ":".join(part for part in (source.hub, source.name, source.split) if part)
-        return {"source": name, "counts": dict(self.counts), "ended": self.ended}
+        return {"source": self.source.label, "counts": dict(self.counts), "ended": self.ended}
 
 
 def _kind(outcome: Outcome) -> str:
@@ -131,6 +129,11 @@ def _kind(outcome: Outcome) -> str:
 
 def _num_tokens(outcome: Outcome) -> int:
     return len(outcome.input_ids) if isinstance(outcome, Tokens) else 0
+
+
+def is_prepared(folder: Path, data: DocumentData, need: Need) -> bool:
+    """Returns whether a preparation would find all documents that are needed in the folder."""
+    return _Preparation(Store(folder), data, need, 0).finished
 
 
 class _Preparation:
@@ -144,7 +147,8 @@ class _Preparation:
     @property
     def finished(self) -> bool:
         full = self.data.max_documents is not None and self.counts["kept"] >= self.data.max_documents
-        return self.ended or full or self.weight >= self.need.amount
+        enough = self.weight >= self.need.amount and self.counts["kept"] >= self.need.documents
+        return self.ended or full or enough
 
     def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode]) -> None:
         positions = [Position(*position) for position in self.notes["positions"] or [()] * len(sources)]
@@ -229,7 +233,7 @@ class _Progress:
         self.num_read, self.start = 0, time.perf_counter()
         self.bar = ProgressBar(
             desc="preparing documents",
-            total=self.need.amount,
+            total=None if self.need.amount == ALL else self.need.amount,
             initial=self.weight,
             unit=f" {self.need.unit}",
             unit_scale=True,
@@ -250,11 +254,13 @@ class _Progress:
             self.say_estimate = False
             left = (self.need.amount - self.weight) * seconds / (self.weight - self.before)
             if left > 0:
+                needs = (
+                    "reads all of the files" if left == ALL else f"needs about {ProgressBar.format_interval(left)} more"
+                )
                 ProgressBar.write(
-                    f"the documents of this recipe are not prepared: at {rate:,.0f} documents/s this process needs "
-                    f"about {ProgressBar.format_interval(left)} more, while the run waits. Several processes are "
-                    "faster: stop this run, start condense prepare with the same recipe and overrides, then this run "
-                    "again."
+                    f"the documents of this recipe are not prepared: at {rate:,.0f} documents/s this process {needs}, "
+                    "while the run waits. Several processes are faster: stop this run, start condense prepare with the "
+                    "same recipe and overrides, then this run again. data.max_documents=N reads only the first N."
                 )
 
 

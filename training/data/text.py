@@ -7,7 +7,7 @@ a packed sequence never needs more memory than a whole piece.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from condense.text import first_tokens, pieces_of
 
 from .documents import Document
-from .examples import IGNORE_INDEX, Example, index_in_epoch
+from .examples import IGNORE_INDEX, Example, index_in_epoch, times_read
 from .grouping import groups
 from .store import Store, Tokens
 
@@ -77,6 +77,14 @@ class StoredExamples:
 
     def num_sequences(self, total_length: int) -> int:
         return len(self.plan(total_length).firsts) - 1
+
+    def tokens_read(self, asked: Mapping[int, int]) -> np.ndarray:
+        tokens = np.zeros(len(self.store.lengths), int)
+        for total_length, number in asked.items():
+            plan = self.plan(total_length)
+            times = times_read(number, self.num_sequences(total_length), self.seed)
+            np.add.at(tokens, self.first + plan.document, np.repeat(times, np.diff(plan.firsts)) * plan.length)
+        return tokens
 
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)

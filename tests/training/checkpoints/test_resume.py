@@ -8,7 +8,7 @@ import pytest
 
 from condense.training.checkpoints.complete import MARKER
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import find_checkpoint
+from condense.training.checkpoints.resume import find_checkpoint, other_order
 from condense.training.recipe import Recipe
 
 pytestmark = pytest.mark.unit
@@ -128,6 +128,16 @@ def test_a_checkpoint_that_knows_parts_of_its_files_has_their_paths_compared(fil
     marker = json.loads((checkpoint / MARKER).read_text())
     (checkpoint / MARKER).write_text(json.dumps(marker | {"contents": {"data.sources": [[".txt 2000000 0123"], None]}}))
     assert find_checkpoint(recipe_of(files)) == checkpoint
+
+
+def test_a_former_version_drew_from_fewer_documents(files):
+    local = {"data": {"task": "text", "sources": [{"files": str(files / "*.txt")}]}}
+    recipe = recipe_of(files, **local)
+    checkpoint = write_checkpoint(recipe, with_contents=False)
+    assert "From here on the run draws from all documents of its files" in other_order(checkpoint, recipe)
+    assert other_order(checkpoint, recipe_of(files)) is None  # a part is on the hub
+    shutil.rmtree(checkpoint)
+    assert other_order(write_checkpoint(recipe), recipe) is None
 
 
 FORMER = json.loads((Path(__file__).parent / "former_markers.json").read_text())

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
-from condense.training.data import text
+from condense.training.data import document_task, text
 from condense.training.data.documents import Document
 from condense.training.data.examples import collate
 from condense.training.data.store import Tokens
@@ -20,6 +20,7 @@ from condense.training.small_llama import word_tokenizer
 from tests.condense.models import tiny_config
 
 from ..recipes import text_data, write_recipe, write_texts
+from .hub import stream_files
 
 pytestmark = pytest.mark.unit
 
@@ -167,7 +168,7 @@ def test_rests_of_a_single_token_are_no_sequences_to_validate_with(tmp_path):
     """Documents of four tokens make one sequence of three each, so eight sequences take eight documents."""
     write_texts(tmp_path / "texts.jsonl", ["a b"] * 100)
     training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "pack", "texts.jsonl", (3, 5), held_out=8)
-    assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 20
+    assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 92
 
 
 def test_packed_sequences_to_validate_with_are_of_all_lengths(tmp_path):
@@ -182,11 +183,15 @@ def test_packed_sequences_to_validate_with_are_of_all_lengths(tmp_path):
     assert min(lengths[0]) < 16 and max(lengths[0]) > 96
 
 
-def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path):
+def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path, monkeypatch):
+    """As much as the steps need, of a data set of the hub; of files, all others."""
+    monkeypatch.setattr(document_task, "LEAST_DOCUMENTS", 0)
     write_texts(tmp_path / "texts.jsonl", ("a b " * n for n in (500, 50, 50, 50)))
-    training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "cut", "texts.jsonl", (10, 5), held_out=2)
-    assert (held_out.first, held_out.last, training.first, training.last) == (0, 1, 1, 3)
-    assert training.num_sequences(10) == 20
+    stream_files(monkeypatch, "json", tmp_path / "texts.jsonl")
+    for sources, num_documents in (([], 3), (["data.sources=[{hub: owner/name}]"], 2)):
+        training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "cut", "texts.jsonl", (10, 5), 2, sources)
+        assert (held_out.first, held_out.last, training.first, training.last) == (0, 1, 1, 1 + num_documents)
+        assert training.num_sequences(10) == 10 * num_documents
 
 
 def test_max_documents_limits_training_and_not_the_validation(tmp_path):

@@ -2,16 +2,18 @@
 
 import json
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from .extras import check_installed
 from .loading import ADAPTER_CONFIG, check_finite, check_safetensors, first_line, read_object
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 RECIPE = "recipe.json"  # of the training, beside the adapters
 MEGATRON = ("megatron_config", "megatron_core")  # PEFT imports the module that the second one names
 LOAD_OTHER_MODELS = ("XLORA", "SHADOW")  # from the paths in their configuration
@@ -21,6 +23,11 @@ def check_adapters(folder: Path, reader: str) -> None:
     """Raises `ValueError` if a folder has no adapters, if they are damaged or could run code, or if PEFT is not
     installed. `reader` is the command that reads them."""
     check_installed(reader, "adapters")
+    if (folder / PICKLED).is_file() and not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{reader} {folder}: its weights are in {PICKLED}, and only safetensors are read. Write them with PEFT: "
+            f"PeftModel.from_pretrained(model, {str(folder)!r}).save_pretrained(OTHER), and pass OTHER."
+        )
     for name in (ADAPTER_CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(
@@ -104,8 +111,7 @@ def merge_adapters(model: Any, folder: Path) -> Any:
 def _adapted(model: Any, folder: Path) -> Any:
     from peft import PeftModel
 
-    base = read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    remedy = f"Pass the model that they were trained on, {base!r}."
+    remedy = _right_model(model, folder)
     other_layers = ValueError(f"--merge {folder}: the adapters belong to layers that the model does not have. {remedy}")
     try:
         adapted = PeftModel.from_pretrained(model, str(folder))
@@ -117,9 +123,43 @@ def _adapted(model: Any, folder: Path) -> Any:
         ) from error
     if not hasattr(adapted.base_model, "merge_and_unload"):
         raise _unmergeable(adapted, folder, "virtual tokens are not weights")
-    if adapted.load_adapter(str(folder), "default").unexpected_keys:  # loaded once more, for the names
+    unexpected = adapted.load_adapter(str(folder), "default").unexpected_keys  # loaded once more, for the names
+    # Of an embedding that was resized, PEFT also writes copies that it does not read.
+    if any(not _is_of(key, _embeddings(model)) for key in unexpected):
         raise other_layers
     return adapted
+
+
+def _embeddings(model: Any) -> list[str]:
+    """Returns the names of the embedding and the head."""
+    found = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if module in found]
+
+
+def _is_of(key: str, modules: list[str]) -> bool:
+    return any(f".{name}." in key for name in modules)
+
+
+def _right_model(model: Any, folder: Path) -> str:
+    """Says to which model adapters belong that do not fit this one."""
+    config, own = read_object(folder / ADAPTER_CONFIG), model.config.vocab_size
+    if (number := _num_tokens(config, folder, model)) > own:  # their model may have this one's name
+        return (
+            f"They were trained with at least {number} tokens, and the model has {own}: add the tokens with "
+            f"model.resize_token_embeddings({number}), save the model and the tokenizer of the training in a folder, "
+            "and pass this folder."
+        )
+    return f"Pass the model that they were trained on, {config.get('base_model_name_or_path')!r}."
+
+
+def _num_tokens(config: dict[str, Any], folder: Path, model: Any) -> int:
+    """Returns the most tokens that adapters of the embedding and the head are for; 0 if there are none."""
+    indices = config.get("trainable_token_indices") or []
+    sizes = [1 + index for index in (indices if isinstance(indices, list) else chain(*indices.values()))]
+    names = _embeddings(model)
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        shapes = {key: file.get_slice(key).get_shape() for key in list(file.keys()) if _is_of(key, names)}
+    return max([*sizes, *(size for size in chain(*shapes.values()) if size != model.config.hidden_size)], default=0)
 
 
 def _separate(adapted: nn.Module, own: set[nn.Parameter]) -> None:

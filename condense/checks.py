@@ -3,7 +3,7 @@
 Axes: B rows of a batch, N columns of an input, D hidden size, n real tokens of a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -227,13 +227,16 @@ def real_tokens(attention_mask: torch.Tensor | None, num_columns: int) -> torch.
     return None if attention_mask is None else attention_mask[:, -num_columns:].bool().cpu()
 
 
-def check_full_attention(config, num_tokens: int, reader: str) -> None:
-    """Raises `ValueError` for a text with more tokens than `reader`, a stock model, has positions for."""
+def check_full_attention(config, num_tokens: int, reader: str, shorter: Callable[[int], str]) -> None:
+    """Raises `ValueError` for a text with more tokens than `reader`, a stock model, has positions for.
+
+    `shorter` says what to set for texts of at most a number of tokens.
+    """
     known = config.max_position_embeddings
     if num_tokens > known:
         raise ValueError(
             f"{reader} reads texts of up to {num_tokens:,} tokens with full attention, and its config.json has "
-            f"max_position_embeddings={known:,}: use shorter texts, or another model."
+            f"max_position_embeddings={known:,}: set {shorter(known)}, or use another model."
         )
 
 

@@ -61,7 +61,7 @@ def train(
         int | None,
         typer.Option(
             min=1,
-            help="Processes: one per GPU, or two on a CPU; a dry run uses the GPUs here, or the most, up to 8, that "
+            help="Processes: one per GPU, or two on a CPU; a dry run for GPUs elsewhere plans the most, up to 8, that "
             "fit the recipe.",
             show_default=False,
         ),
@@ -74,7 +74,7 @@ def train(
         float | None,
         typer.Option(
             metavar="GIB",
-            help="With --dry-run: the largest micro-batch that a GPU of this memory holds, such as 80.",
+            help="With --dry-run: plan for GPUs of this memory, such as 80, and the largest micro-batch that it holds.",
             show_default=False,
         ),
     ] = None,
@@ -101,13 +101,16 @@ def train(
     import torch
 
     from condense.files import atomic_file, check_output_file
+    from condense.training.launch import load_local_recipe
     from condense.training.planning.dry_run import dry_run as plan_run
     from condense.training.recipe import load_recipe
 
     if report is not None:
         check_output_file(report)
-    planned = load_recipe(recipe, overrides or [])
-    figures, text = plan_run(planned, ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second)
+    load = load_local_recipe if gpu_memory is None else load_recipe  # for this machine, or for GPUs elsewhere
+    figures, text = plan_run(
+        load(recipe, overrides or []), ranks, torch.cuda.device_count(), gpu_memory, tokens_per_second
+    )
     print(text)
     if report is not None:
         with atomic_file(report) as file:

@@ -3,6 +3,7 @@
 Axes: B rows, N tokens, D hidden size, V vocabulary, n targets.
 """
 
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -61,11 +62,13 @@ class Distillation(ObjectiveKind):
     def check_zero_3(self) -> None:
         raise ValueError("objective.kind=distill computes logits of whole weights beside the model: use ZeRO-2.")
 
-    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+    def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
+        longest = recipe.longest_text(config.segment_length)
+        shorter = partial(recipe.shorter, segment_length=config.segment_length)
         if self.teacher is None:
             if config.depth is not None:
                 raise ValueError("a depth block has no stock model of the same weights: set objective.teacher.")
-            check_full_attention(config, longest, "the teacher, the stock model of the same weights,")
+            check_full_attention(config, longest, "the teacher, the stock model of the same weights,", shorter)
             return
         teacher = loading.load_config(AutoConfig, self.teacher)
         if hasattr(teacher, "segment_length"):
@@ -78,7 +81,7 @@ class Distillation(ObjectiveKind):
                 f"objective.teacher={self.teacher!r} is of type {teacher.model_type!r}: name a model of one of the "
                 f"types {', '.join(FAMILIES)}."
             )
-        check_full_attention(teacher, longest, f"objective.teacher={self.teacher!r}")
+        check_full_attention(teacher, longest, f"objective.teacher={self.teacher!r}", shorter)
         if loading.load_tokenizer(self.teacher, teacher).get_vocab() != tokenizer.get_vocab():
             raise ValueError(
                 f"objective.teacher={self.teacher!r} has a different tokenizer from the model: name another teacher."

@@ -42,8 +42,7 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
         check_zero_3(recipe, config.vocab_size)
     tokenizer = recipe.model.load_tokenizer(config)
     check_samples(recipe, config, tokenizer)
-    longest = recipe.longest_text(getattr(config, "segment_length", 1))  # stock models have stages
-    recipe.objective.check_model(config, tokenizer, longest)
+    recipe.objective.check_model(config, tokenizer, recipe)
     model = recipe.model.load(recipe.attention, recipe.attention_dropout, device_map="meta")
     if recipe.lora:
         check_targets(model, recipe.lora)
@@ -102,7 +101,8 @@ def check_samples(recipe: Recipe, config: Any, tokenizer: Any) -> None:
     if isinstance(recipe.data, SampleData):
         check_writer(config, recipe.model.source)
         first_token(tokenizer)
-        check_full_attention(config, recipe.longest_text(), f"model={recipe.model.source!r} writes its texts and")
+        reader = f"model={recipe.model.source!r} writes its texts and"
+        check_full_attention(config, recipe.longest_text(), reader, recipe.shorter)
 
 
 def check_zero_3(recipe: Recipe, vocab_size: int) -> None:

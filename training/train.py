@@ -51,6 +51,7 @@ from condense.training.checkpoints.resume import (
     former_stages,
     how_to_resume,
     make_universal,
+    other_order,
 )
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState
@@ -251,6 +252,8 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
             f"resuming from {checkpoint}" + (f" with another recipe: {followed}. {kept}" if followed else ""),
             flush=True,
         )
+        if (other := other_order(checkpoint, recipe)) is not None:
+            print(other, flush=True)
     if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
         print(f"{not_counted}, so no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
@@ -319,7 +322,7 @@ def make_callbacks(
         curriculum.save if curriculum else None,
         recipe.checkpoints.keep,
         recipe.model_dump(mode="json"),
-        contents=contents(recipe),
+        digests=contents(recipe),
         former_stages=[[stage.model_dump() for stage in stages] for stages in former],
     )
     return [

@@ -81,11 +81,11 @@ class Healing(Study[Run]):
         super().__init__(options, output)
         if options.text is not None and options.held_out is not None:
             check_apart([options.text], [options.held_out])
+        config, reader = self.recipe(Run(TEACHER, 0, 0)).model.load_config(), "the stock model beside the folded ones"
+        check_full_attention(config, options.total_length, reader, "--length {}".format)
         for item in self.items():  # refuses untrainable models before anything is trained
             if item.seed == 0 and item.is_trained:
                 check_run(self.recipe(item), 1, None)
-        config = self.recipe(Run(TEACHER, 0, 0)).model.load_config()
-        check_full_attention(config, options.total_length, "the stock model that folded ones are compared with")
 
     def settings(self) -> dict[str, Any]:
         described = load_evaluated(self.options.model).describe()

@@ -241,7 +241,7 @@ def _plain(text: str) -> str:
 def read_questions(options: AnswersOptions) -> Iterator[Question | Problem]:
     """Yields the questions of all files, and lines without one as problems. Raises `ValueError` without files."""
     for files in options.data:
-        for shard in open_shards(Source(files=files)):
+        for shard in open_shards(Source(files=files), (options.prompt_field, options.answer_field)):
             for records, _ in shard.chunks():
                 for where, fields in records:
                     yield _question(where, fields, options)

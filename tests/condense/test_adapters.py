@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
 from condense.adapters import check_adapters, merge_adapters
@@ -124,6 +125,58 @@ def test_adapters_of_more_or_fewer_layers(layers, tmp_path):
     save_adapters(tiny_model(torch.float32), lora(), tmp_path)
     with pytest.raises(ValueError, match="the adapters belong to layers that the model does not have"):
         merge_adapters(tiny_model(torch.float32, num_hidden_layers=layers), tmp_path)
+
+
+ADDED = {  # adapters of a model with more tokens: of the layers alone, of the new tokens, of the whole embedding
+    "layers": lora,
+    "saved": lambda: lora("q_proj", modules_to_save=["embed_tokens", "lm_head"]),
+    "embedding": lambda: lora("q_proj", "embed_tokens"),
+    "tokens": lambda: lora("q_proj", trainable_token_indices=[60, 62]),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@torch.no_grad()
+def test_adapters_trained_after_tokens_were_added(name, tied, tmp_path):
+    """The error's remedy gives the model that PEFT trained."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2, **SHAPE}
+    LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=tied)).save_pretrained(tmp_path / "llama")
+    trained = LlamaForCausalLM.from_pretrained(tmp_path / "llama")
+    trained.resize_token_embeddings(63)
+    trained.save_pretrained(tmp_path / "resized")
+    adapted = peft.get_peft_model(trained, ADDED[name]()).eval()
+    for parameter in adapted.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter) if parameter.requires_grad else 0)
+    adapted.save_pretrained(tmp_path / "adapters")
+    small, resized = (
+        load_model(CondenseForCausalLM, str(tmp_path / name), segment_length=8) for name in ("llama", "resized")
+    )
+    with pytest.raises(
+        ValueError, match=r"trained with at least 63 tokens, and the model has 61.*embeddings\(63\), save"
+    ):
+        merge_adapters(small, tmp_path / "adapters")
+    ids = random_ids(2, 8)  # within a segment
+    ids[:, 3:5] = torch.tensor([60, 62])
+    torch.testing.assert_close(
+        merge_adapters(resized, tmp_path / "adapters")(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_adapters_in_a_pickle(llama, tmp_path, error_line, capsys):
+    """The error's remedy writes them as safetensors."""
+    model = CondenseForCausalLM.from_pretrained(llama)
+    save_adapters(model, lora(), tmp_path / "safe")
+    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "safe")
+    adapted.save_pretrained(tmp_path / "pickled", safe_serialization=False)
+    capsys.readouterr()
+    line = error_line("convert", llama, tmp_path / "merged", "--merge", tmp_path / "pickled")
+    assert "weights are in adapter_model.bin, and only safetensors are read" in line
+    assert f"PeftModel.from_pretrained(model, '{tmp_path}/pickled').save_pretrained(OTHER), and pass OTHER" in line
+    peft.PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "pickled")).save_pretrained(tmp_path / "other")
+    merged = [merge_adapters(copy.deepcopy(model), tmp_path / name).state_dict() for name in ("safe", "other")]
+    assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
 
 
 @pytest.mark.parametrize(

@@ -195,10 +195,14 @@ def test_the_weights_named_as_teacher_are_the_default_teacher(folder, finished, 
         (["objective.teacher=GPT"], "is of type 'gpt2': name a model of one of the types llama"),
         (["objective.teacher=OTHER"], "has a different tokenizer from the model"),
         (["objective.teacher=DEEP", "objective.hidden_weight=1"], "has 3 layers of width 16 while the model has 2"),
-        (["objective.teacher=SHORT"], "SHORT' reads texts of up to .* max_position_embeddings=16: use shorter texts"),
+        (
+            ["objective.teacher=SHORT"],
+            "SHORT' reads texts of up to .* max_position_embeddings=16: set stages.0.tot.*=16, or",
+        ),
         (
             ["model.source=SHORT"],
-            "the stock model of the same weights, reads texts of up to .* max_position_embeddings=16",
+            "the stock model of the same weights, reads texts of up to .* max_position_embeddings=16: set "
+            "stages.0.total_length=16, or use another model",
         ),
         (["model={source: HYBRID, segment_length: null}"], "a depth block has no stock model of the same weights"),
     ],

@@ -53,7 +53,7 @@ def test_a_run_finds_everything_prepared(recipe, tmp_path, monkeypatch):
     assert contents(tmp_path / "alone") == by_workers and len(by_workers) == 2 * 3
     # As the model that a run saves is read; and this run opens no source.
     tokenizer.save_pretrained(tmp_path / "saved")
-    monkeypatch.setattr(preparation, "open_shards", lambda source: pytest.fail("opened a source"))
+    monkeypatch.setattr(preparation, "open_shards", lambda *_: pytest.fail("opened a source"))
     training, held_out = make_examples(load_recipe(recipe), AutoTokenizer.from_pretrained(tmp_path / "saved"))
     assert training.num_sequences(64) >= 40 and held_out.num_sequences(64) >= 5
 

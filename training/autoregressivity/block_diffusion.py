@@ -56,7 +56,7 @@ class BlockDiffusion(ObjectiveKind):
             )
         check_implemented(recipe.attention, ("auto", *ATTENTION), "objective.kind='block_diffusion'")
 
-    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+    def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
         block_config(config, self.block_length)
 
     def check_zero_3(self) -> None:

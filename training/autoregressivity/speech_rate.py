@@ -142,7 +142,7 @@ class SpeechRateObjective(ObjectiveKind):
             raise ValueError("shuffled=true changes nothing of schedule=even: leave it out")
         return self
 
-    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+    def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
         if self.judge is None:
             return
         size, known = config.vocab_size, loading.load_config(CondenseForCausalLM.config_class, self.judge).vocab_size

@@ -49,7 +49,7 @@ class SyntheticStates(ObjectiveKind):
                 f"{self.states}: choose a multiple of {self.states + 1}"
             )
 
-    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
+    def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
         self._check_segments(getattr(config, "segment_length", None))  # even if the recipe does not set it
 
     def check_zero_3(self) -> None:

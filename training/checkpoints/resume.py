@@ -11,7 +11,7 @@ from filelock import FileLock
 from condense.adapters import check_adapters
 
 from ..output_lock import was_finished
-from ..recipe import MAY_CHANGE_FROM_HERE, DigitsData, Evaluation, GeneratedData, Recipe, Stage
+from ..recipe import MAY_CHANGE_FROM_HERE, DigitsData, DocumentData, Evaluation, GeneratedData, Recipe, Stage
 from ..recipe.section import Section, may_change
 from .complete import check, newest_checkpoint
 from .contents import contents
@@ -95,8 +95,8 @@ def changes(checkpoint: Path, recipe: Recipe) -> Changes:
     if _same_until(marker["step"], before["stages"], now["stages"]):
         follows.add("stages")
     before, now = _flat(before), _flat(now)
-    # Checkpoints of former versions have no contents, so their paths must be the same.
-    held = marker.get("contents", {})
+    # Those of former versions have none, or of parts of the files: their paths must be the same.
+    held = marker.get("digests", {})
     holds = contents(recipe) if held else {}
     found = Changes([], [])
     if recipe.steps < marker["step"]:
@@ -120,6 +120,17 @@ def former_stages(checkpoint: Path, recipe: Recipe) -> list[list[Stage]]:
     stages = [*marker.get("former_stages", []), _stored_recipe(marker, recipe)["stages"]]
     found = [[Stage(**stage) for stage in one] for one in stages if one]
     return found[:-1] if found and found[-1] == recipe.stages else found
+
+
+def other_order(checkpoint: Path, recipe: Recipe) -> str | None:
+    """Says that a former version, which wrote the checkpoint, drew from a part of the files' documents only."""
+    sources = recipe.data.sources if isinstance(recipe.data, DocumentData) else []
+    if "digests" in check(checkpoint) or not sources or any(source.files is None for source in sources):
+        return None
+    return (
+        f"a former version wrote {checkpoint}: it drew from the first documents only, as many as its steps need. From "
+        "here on the run draws from all documents of its files"
+    )
 
 
 def _stored_recipe(marker: dict[str, Any], recipe: Recipe) -> dict[str, Any]:

@@ -66,10 +66,15 @@ def read_documents(sources: Sequence[Source], with_summaries: bool) -> Iterator[
 
 
 def _documents(source: Source, with_summaries: bool) -> Iterator[Document | Problem | str]:
-    for shard in open_shards(source):
+    for shard in open_shards(source, used_fields(source, with_summaries)):
         for records, _ in shard.chunks():
             for record in records:
                 yield make_document(record, source, with_summaries)
+
+
+def used_fields(source: Source, with_summaries: bool) -> list[str]:
+    """Returns the names of the fields that `make_document` reads."""
+    return [*source.at_least, source.text, *([source.summary] if with_summaries else [])]
 
 
 def make_document(record: Record, source: Source, with_summaries: bool) -> Document | Problem | str:

@@ -50,6 +50,14 @@ def index_in_epoch(number: int, count: int, seed: int | None) -> int:
     return index if seed is None else int(_order(seed, epoch, count)[index])
 
 
+def times_read(number: int, count: int, seed: int | None) -> np.ndarray:
+    """Returns how often each index, from 0 to `count` - 1, is that of one of a run's first `number` sequences."""
+    epochs, rest = divmod(number, count)
+    times = np.full(count, epochs)
+    times[slice(rest) if seed is None else _order(seed, epochs, count)[:rest]] += 1
+    return times
+
+
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(count)

@@ -19,12 +19,13 @@ from condense.progress import ProgressBar
 
 from ..recipe import DocumentData, Source, TextData
 from .chunks import Chunk, Outcome, Reading, read_chunks
-from .documents import good_documents, take_turns
+from .documents import good_documents, take_turns, used_fields
+from .grouping import groups
 from .shards import Problem, open_shards
-from .store import Encode, Need, Store, Tokens, part_name, room_for, write_part_file
+from .store import ALL, Encode, Need, Store, Tokens, part_name, room_for, write_part_file
 from .workers import Needed, Workers
 
-BATCH = 64  # documents between two checks of whether more are needed
+BATCH = 64  # documents between two checks of whether more are needed, or fewer with the tokens of a part
 PART_TOKENS = 2**24  # of a part, approximately
 UNMERGED = "unmerged"  # the folder of chunks that worker processes have written, until they are merged into parts
 PART_DOCUMENTS = 2**16  # read for a part, at most: a kill loses no more if most documents are dropped
@@ -93,7 +94,7 @@ class _Merged:
 
     def __init__(self, source: Source, number: int, with_summaries: bool, position: Position, counts: dict[str, Any]):
         self.source, self.number, self.with_summaries, self.position = source, number, with_summaries, position
-        self.shards = open_shards(source)
+        self.shards = open_shards(source, used_fields(source, with_summaries))
         self.counts, self.ended = Counter(counts.get("counts", {})), counts.get("ended", False)
 
     def readings(self) -> list[Reading]:
@@ -119,13 +120,20 @@ class _Merged:
 
     def described(self) -> dict[str, Any]:
         """Returns the source's name, its documents counted by their outcome, and whether it has ended."""
-        source = self.source
-        name = source.files or ":".join(part for part in (source.hub, source.name, source.split) if part)
-        return {"source": name, "counts": dict(self.counts), "ended": self.ended}
+        return {"source": self.source.label, "counts": dict(self.counts), "ended": self.ended}
 
 
 def _kind(outcome: Outcome) -> str:
     return "kept" if isinstance(outcome, Tokens) else outcome if isinstance(outcome, str) else outcome.kind
+
+
+def _num_tokens(outcome: Outcome) -> int:
+    return len(outcome.input_ids) if isinstance(outcome, Tokens) else 0
+
+
+def is_prepared(folder: Path, data: DocumentData, need: Need) -> bool:
+    """Returns whether a preparation would find all documents that are needed in the folder."""
+    return _Preparation(Store(folder), data, need, 0).finished
 
 
 class _Preparation:
@@ -139,7 +147,8 @@ class _Preparation:
     @property
     def finished(self) -> bool:
         full = self.data.max_documents is not None and self.counts["kept"] >= self.data.max_documents
-        return self.ended or full or self.weight >= self.need.amount
+        enough = self.weight >= self.need.amount and self.counts["kept"] >= self.need.documents
+        return self.ended or full or enough
 
     def run(self, sources: Sequence[Source], make_encode: Callable[[], Encode]) -> None:
         positions = [Position(*position) for position in self.notes["positions"] or [()] * len(sources)]
@@ -179,6 +188,7 @@ class _Preparation:
         """Writes parts. After each one, calls `on_merged` with each source and its first shard that is still needed."""
         num_read = [source.position.num_read for source in merged]
         outcomes = take_turns([source.outcomes(chunks) for source in merged], num_read)
+        batches = groups(outcomes, _num_tokens, PART_TOKENS, BATCH)
         while not self.finished:
             kept, problems = list[Tokens](), list[Problem]()
             tokens_before, read_before = self.counts["tokens kept"], self.counts["read"]
@@ -187,7 +197,7 @@ class _Preparation:
                 and self.counts["tokens kept"] - tokens_before < PART_TOKENS
                 and self.counts["read"] - read_before < PART_DOCUMENTS
             ):
-                kept += self._take(list(islice(outcomes, BATCH)), problems)
+                kept += self._take(next(batches, []), problems)
             notes = {
                 "positions": [source.position for source in merged],
                 "ended": self.ended,
@@ -202,7 +212,7 @@ class _Preparation:
 
     def _take(self, batch: Sequence[Outcome], problems: list[Problem]) -> list[Tokens]:
         """Counts a batch and returns the documents to keep. The sources have ended if it is not full."""
-        self.ended = len(batch) < BATCH
+        self.ended = len(batch) < BATCH and sum(map(_num_tokens, batch)) < PART_TOKENS
         good = good_documents(batch, self.data.bad_documents, problems.append, "data.bad_documents=skip")
         kept = [outcome for outcome in good if isinstance(outcome, Tokens)]
         lengths = [len(tokens.input_ids) for tokens in kept]
@@ -223,7 +233,7 @@ class _Progress:
         self.num_read, self.start = 0, time.perf_counter()
         self.bar = ProgressBar(
             desc="preparing documents",
-            total=self.need.amount,
+            total=None if self.need.amount == ALL else self.need.amount,
             initial=self.weight,
             unit=f" {self.need.unit}",
             unit_scale=True,
@@ -244,11 +254,13 @@ class _Progress:
             self.say_estimate = False
             left = (self.need.amount - self.weight) * seconds / (self.weight - self.before)
             if left > 0:
+                needs = (
+                    "reads all of the files" if left == ALL else f"needs about {ProgressBar.format_interval(left)} more"
+                )
                 ProgressBar.write(
-                    f"the documents of this recipe are not prepared: at {rate:,.0f} documents/s this process needs "
-                    f"about {ProgressBar.format_interval(left)} more, while the run waits. Several processes are "
-                    "faster: stop this run, start condense prepare with the same recipe and overrides, then this run "
-                    "again."
+                    f"the documents of this recipe are not prepared: at {rate:,.0f} documents/s this process {needs}, "
+                    "while the run waits. Several processes are faster: stop this run, start condense prepare with the "
+                    "same recipe and overrides, then this run again. data.max_documents=N reads only the first N."
                 )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +19,8 @@ from .shards import source_files
 
 FINGERPRINTED = 16  # documents whose tokens ranks compare
 FORMAT = 3  # raised when parts, or the tokens in them, change: folders of other formats are not read
+FILES_FORMAT = 2  # raised when shards or chunks of files change, since positions count them
+ALL = math.inf  # the amount of all documents
 SCHEMA = pa.schema({"input_ids": pa.large_list(pa.int32()), "num_given": pa.int32(), "source": pa.int32()})
 
 
@@ -37,15 +40,17 @@ class Need(NamedTuple):
     """An amount of documents: the sum of their weights, to which `weigh` maps their numbers of tokens."""
 
     weigh: Callable[[np.ndarray], np.ndarray]
-    amount: int
+    amount: float  # `ALL`: however many there are
     unit: str = "tokens"  # of the weights
+    documents: int = 0  # at least
 
     def weight(self, lengths: Sequence[int] | np.ndarray) -> int:
         return int(self.weigh(np.asarray(lengths, dtype=int)).sum())
 
     def prefix(self, lengths: np.ndarray) -> int:
         """Returns how many documents, from the first on, are enough; all if they are too few."""
-        return min(int(np.searchsorted(np.cumsum(self.weigh(lengths)), self.amount)) + 1, len(lengths))
+        enough = int(np.searchsorted(np.cumsum(self.weigh(lengths)), self.amount)) + 1
+        return min(max(enough, self.documents), len(lengths))
 
 
 class Part(NamedTuple):
@@ -113,7 +118,7 @@ def folder_of(data: DocumentData, sources: Sequence[Source], tokenizer, **settin
     described = {
         "format": FORMAT,
         "sources": [source.model_dump() for source in sources],
-        "files": files,
+        "files": [FILES_FORMAT, *files] if files else [],
         "bad_documents": data.bad_documents,
         "tokenizer": [_rules_of(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id],
         **settings,
@@ -171,7 +176,7 @@ def room_for(folder: Path) -> AbstractContextManager[None]:
 
 def write_part(sink: Any, kept: Sequence[Tokens], notes: dict[str, Any]) -> None:
     """Writes documents and, as JSON, notes to one of Arrow's output streams."""
-    ids = [tokens.input_ids.astype(np.int32) for tokens in kept]
+    ids = [tokens.input_ids.astype(np.int32, copy=False) for tokens in kept]
     columns = [ids, [tokens.num_given for tokens in kept], [tokens.source for tokens in kept]]
     schema = SCHEMA.with_metadata({"notes": json.dumps(notes)})
     with pa.ipc.new_file(sink, schema) as writer:

@@ -7,33 +7,46 @@ a packed sequence never needs more memory than a whole piece.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from condense.text import first_tokens
+from condense.text import first_tokens, pieces_of
 
 from .documents import Document
-from .examples import IGNORE_INDEX, Example, index_in_epoch
+from .examples import IGNORE_INDEX, Example, index_in_epoch, times_read
+from .grouping import groups
 from .store import Store, Tokens
+
+CHARACTERS_AT_ONCE, PIECES_AT_ONCE = 2**21, 2**10  # of a call of the tokenizer: approximately, and at most
 
 
 def text_encoder(tokenizer, min_tokens: int):
     """Returns an encoder that drops documents of fewer than `min_tokens` tokens."""
-    first = first_tokens(tokenizer)
-    last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    eos, dropped = tokenizer.eos_token_id, f"under {min_tokens} tokens"
+    first, last = (np.array(ids, np.int32) for ids in (first_tokens(tokenizer), [] if eos is None else [eos]))
 
     def encode(documents: Sequence[Document]) -> list[Tokens | str]:
-        texts = [document.text for document in documents]
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = _plain_ids(tokenizer, [document.text for document in documents])
         return [
-            Tokens(np.array([*first, *ids, *last]), 1) if len(ids) >= min_tokens else f"under {min_tokens} tokens"
+            Tokens(np.concatenate([first, *ids, last]), 1) if sum(map(len, ids)) >= min_tokens else dropped
             for ids in encoded
         ]
 
     return encode
+
+
+def _plain_ids(tokenizer, texts: Sequence[str]) -> list[list[np.ndarray]]:
+    """Returns the tokens of the pieces of each text; a tokenizer holds hundreds of bytes for every token of a call."""
+    found = [list[np.ndarray]() for _ in texts]
+    pieces = ((number, piece) for number, text in enumerate(texts) for piece in pieces_of(tokenizer, text))
+    for group in groups(pieces, lambda piece: len(piece[1]), CHARACTERS_AT_ONCE, PIECES_AT_ONCE):
+        encoded = tokenizer([piece for _, piece in group], add_special_tokens=False, verbose=False)["input_ids"]
+        for (number, _), ids in zip(group, encoded, strict=True):
+            found[number].append(np.array(ids, np.int32))
+    return found
 
 
 class Plan(NamedTuple):
@@ -64,6 +77,14 @@ class StoredExamples:
 
     def num_sequences(self, total_length: int) -> int:
         return len(self.plan(total_length).firsts) - 1
+
+    def tokens_read(self, asked: Mapping[int, int]) -> np.ndarray:
+        tokens = np.zeros(len(self.store.lengths), int)
+        for total_length, number in asked.items():
+            plan = self.plan(total_length)
+            times = times_read(number, self.num_sequences(total_length), self.seed)
+            np.add.at(tokens, self.first + plan.document, np.repeat(times, np.diff(plan.firsts)) * plan.length)
+        return tokens
 
     def fingerprint(self) -> str:
         return self.store.fingerprint(self.first, self.last)

@@ -52,7 +52,7 @@ class Needed:
 
     def __init__(self, need: Need, max_documents: int | None, num_more: int, num_shards: Sequence[int]):
         self.need, self.num_more = need, num_more
-        self.enough = np.array([need.amount, np.inf if max_documents is None else max_documents])
+        self.most = np.inf if max_documents is None else max_documents
         self.held = [np.zeros((number, 2), int) for number in num_shards]  # of each shard: weight, kept documents
         self.more = [np.zeros(number, int) for number in num_shards]  # of each shard: records after enough documents
 
@@ -67,7 +67,8 @@ class Needed:
         return not self._is_enough(source, shard) or self.more[source][: shard + 1].sum() < self.num_more
 
     def _is_enough(self, source: int, shard: int) -> bool:
-        return bool((self.held[source][: shard + 1].sum(0) >= self.enough).any())
+        weight, documents = self.held[source][: shard + 1].sum(0)
+        return documents >= self.most or (weight >= self.need.amount and documents >= self.need.documents)
 
 
 class Workers:

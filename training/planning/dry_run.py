@@ -11,11 +11,13 @@ from transformers import LlamaConfig
 from condense.families import FAMILIES
 
 from ..deepspeed_file import deepspeed_settings
+from ..launch import CPU_RANKS
 from ..preflight import check_former_recipe
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .checkpoint_groups import with_checkpoint_segments
-from .fit import GIB, UNCOUNTED, default_ranks, needed_by_waves, propose, reasons_without_waves
+from .documents import planned_documents
+from .fit import GIB, NODE, UNCOUNTED, default_ranks, needed_by_waves, propose, reasons_without_waves
 from .memory import estimate
 from .operations import count_operations, uncounted
 from .speed import hours, parse_rate
@@ -30,9 +32,10 @@ def dry_run(
 ) -> tuple[dict[str, Any], str]:
     """Returns figures of a run on `ranks` ranks, and its memory on 1, 2, 4 ... up to `ranks`; and the same as text.
 
-    Without `ranks`, they are the machine's `gpus`, or a number that the recipe divides by. `gpu_memory` in GiB asks for
-    the micro-batch that fills it. `tokens_per_second` is a rate or a log, see `parse_rate`. Raises `ValueError` for
-    numbers that are impossible, and for models that are not counted.
+    The run is on the machine's `gpus`, or on its CPU if it has none, unless `gpu_memory` says that it is on others.
+    Without `ranks`, they are as many as `condense train` starts there; of GPUs elsewhere, a number that the recipe
+    divides by. `gpu_memory` in GiB asks for the micro-batch that fills it. `tokens_per_second` is a rate or a log, see
+    `parse_rate`. Raises `ValueError` for numbers that are impossible, and for models that are not counted.
     """
     if gpu_memory is not None and not (isfinite(gpu_memory) and gpu_memory > 0):
         raise ValueError(f"--gpu-memory {gpu_memory}: give the memory of a GPU in GiB, a finite number above 0.")
@@ -43,25 +46,29 @@ def dry_run(
             f"model.kind={recipe.model.kind!r}: a dry run only counts models of the types {', '.join(FAMILIES)}. Start "
             "the run to see its needs."
         )
-    ranks = ranks or default_ranks(config, recipe, gpus)
+    device = "cuda" if gpus or gpu_memory is not None else "cpu"
+    given, ranks = ranks, ranks or (default_ranks(config, recipe, gpus) if device == "cuda" else CPU_RANKS)
     rate = None if tokens_per_second is None else parse_rate(tokens_per_second, ranks)
     deepspeed = deepspeed_settings(recipe)
     resolved = recipe.model_dump(mode="json", exclude_none=True)
-    figures = count_operations(config, recipe, ranks)
-    duration, duration_in_words = hours(recipe, figures, ranks, rate)
+    figures = {"device": device, **count_operations(config, recipe, ranks)}
+    duration, duration_in_words = hours(recipe, figures, ranks, rate, device)
     figures |= duration
     numbers = sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
-    memory = memory_by_ranks(config, recipe, deepspeed, numbers)
+    memory = memory_by_ranks(config, recipe, deepspeed, numbers, device)
     stages = ", ".join(f"{stage['steps']:,} steps of {stage['total_length']:,} tokens" for stage in figures["stages"])
     trained = f", {figures['trained_parameters']:,} of them trained" if recipe.lora else ""
     lines = [
         yaml.safe_dump(resolved, sort_keys=False, default_flow_style=None, width=110),
+        _machine(device, ranks, gpus, is_given=given is not None),
         f"{figures['parameters']:,} parameters{trained}; {stages}",
         f"{figures['tokens_per_step']:,} tokens a step at most, {figures['tokens']:,} tokens in all, "
         f"{figures['flops']:.3g} floating-point operations",
         f"{ranks} ranks x {figures['accumulation']} micro-batches x {figures['sequences_at_once']} sequences: "
         f"{duration_in_words}",
     ]
+    figures["sources"], of_documents = planned_documents(recipe, config)
+    lines += of_documents
     if samples := recipe.num_samples():
         figures["samples"] = samples
         lines.append(
@@ -78,8 +85,8 @@ def dry_run(
         figures["uncounted"] = not_counted
         lines.append(not_counted)
     if recipe.model.has_segments:
-        figures["without_waves"] = reasons_without_waves(config, recipe, deepspeed, ranks)
-        lines.append(f"on GPUs, {waves_in_words(figures['without_waves'])}")
+        figures["without_waves"] = reasons_without_waves(config, recipe, deepspeed, ranks, device)
+        lines.append(waves_in_words(figures["without_waves"]))
     lines += [
         "",
         f"memory of a rank by the number of ranks, in GiB, as {recipe.deepspeed} divides it (an estimate):",
@@ -94,6 +101,19 @@ def dry_run(
             *(proposal_in_words(row, recipe.model.has_segments) for row in plan["proposals"]),
         ]
     return plan, "\n".join(lines)
+
+
+def _machine(device: str, ranks: int, gpus: int, is_given: bool) -> str:
+    """Says which processors the plan is for, and how they were chosen."""
+    if device == "cpu":
+        return (
+            f"planned for {ranks} ranks on this machine's CPU, as it has no GPU; --gpu-memory GIB plans for GPUs of "
+            "this memory"
+        )
+    if gpus == ranks:
+        return f"planned for the {gpus} GPUs of this machine"
+    why = "as --ranks says" if is_given else f"the most up to {NODE} that the batch divides by"
+    return f"planned for {ranks} GPUs, {why}; this machine has {gpus or 'none'}"
 
 
 def waves_in_words(reasons: dict[int, str | None]) -> str:
@@ -114,7 +134,7 @@ def proposal_in_words(row: dict[str, Any], has_segments: bool) -> str:
 
 
 def memory_by_ranks(
-    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: Sequence[int]
+    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: Sequence[int], device: str = "cuda"
 ) -> list[dict[str, Any]]:
     """Returns a row of bytes for each number of ranks, or the reason why the recipe does not run on it.
 
@@ -124,7 +144,7 @@ def memory_by_ranks(
     for number in ranks:
         try:
             parts = estimate(config, recipe, deepspeed, number)
-            waves = needed_by_waves(config, recipe, deepspeed, number, parts)
+            waves = needed_by_waves(config, recipe, deepspeed, number, parts, device)
             rows.append({"ranks": number, **asdict(parts), "total": parts.total + waves, "waves": waves})
         except ValueError as error:
             rows.append({"ranks": number, "error": str(error)})

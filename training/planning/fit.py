@@ -36,17 +36,19 @@ def _divides(config: LlamaConfig, recipe: Recipe, ranks: int) -> bool:
 
 
 def reasons_without_waves(
-    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int
+    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int, device: str = "cuda"
 ) -> dict[int, str | None]:
-    """Returns why a run on GPUs has no waves, by the length of its texts in tokens; None if it has waves."""
+    """Returns why a run has no waves, by the length of its texts in tokens; None if it has waves."""
     recipe = with_checkpoint_segments(config, recipe, ranks)
     return {
-        sum(a_pass.segments): _reason_without_waves(config, recipe, deepspeed, a_pass)
+        sum(a_pass.segments): _reason_without_waves(config, recipe, deepspeed, a_pass, device)
         for a_pass in passes(config, recipe, ranks)
     }
 
 
-def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], a_pass: Pass) -> str | None:
+def _reason_without_waves(
+    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], a_pass: Pass, device: str
+) -> str | None:
     if not isinstance(recipe.model, CondenseModel):
         return f"model.kind={recipe.model.kind} reads a text as a whole"
     if getattr(config, "depth", None) is not None:
@@ -65,14 +67,19 @@ def _reason_without_waves(config: LlamaConfig, recipe: Recipe, deepspeed: dict[s
         if recipe.model.checkpoint_segments == 1:
             return "gradient checkpointing computes each segment again alone (model.checkpoint_segments=1)"
         whole = min(whole, recipe.model.checkpoint_segments)
-    return reason_for_sequential(config, whole, a_pass.rows, "cuda", element_size(recipe))
+    return reason_for_sequential(config, whole, a_pass.rows, device, element_size(recipe))
 
 
 def needed_by_waves(
-    config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int, parts: MemoryEstimate
+    config: LlamaConfig,
+    recipe: Recipe,
+    deepspeed: dict[str, Any],
+    ranks: int,
+    parts: MemoryEstimate,
+    device: str = "cuda",
 ) -> int:
     """Returns the bytes that waves add to the estimate; 0 if the run has none."""
-    waves = None in reasons_without_waves(config, recipe, deepspeed, ranks).values()
+    waves = None in reasons_without_waves(config, recipe, deepspeed, ranks, device).values()
     return wave_bytes(config, recipe, parts) if waves else 0
 
 

@@ -68,15 +68,21 @@ def _per_rank(line: dict[str, Any]) -> float:
 
 
 def _in_words(hours: float) -> str:
+    if hours < 1 / 60:
+        return "less than a minute"
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
 
 
-def hours(recipe: Recipe, operations: dict[str, Any], ranks: int, rate: Rate | None) -> tuple[dict[str, Any], str]:
+def hours(
+    recipe: Recipe, operations: dict[str, Any], ranks: int, rate: Rate | None, device: str = "cuda"
+) -> tuple[dict[str, Any], str]:
     """Returns figures of the run's duration, and the same in words; `operations` come from `count_operations`."""
     if rate is not None:
         duration = operations["tokens"] / rate.tokens_per_second / 3600
         figures = {"hours": duration, **rate._asdict()}
         return figures, f"{_in_words(duration)} at {rate.tokens_per_second:,.0f} tokens a second ({rate.source})"
+    if device == "cpu":
+        return {}, "hours on a CPU are not estimated: --tokens-per-second takes a measured rate, or a run's log.jsonl"
     flops = operations["flops"] * (4 / 3 if recipe.gradient_checkpointing else 1)  # a second forward pass
     duration = flops / FLOPS_PER_SECOND / ranks / 3600
     figures = {"assumed_flops_per_second": FLOPS_PER_SECOND, "assumed_hours": duration}

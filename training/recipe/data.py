@@ -26,6 +26,11 @@ class Source(Section):
         {}, description="numeric fields and their lowest values: documents below are dropped before tokenisation"
     )
 
+    @property
+    def label(self) -> str:
+        """Returns the pattern of files, or the data set of the hub with its configuration and split."""
+        return self.files or ":".join(part for part in (self.hub, self.name, self.split) if part)
+
     @model_validator(mode="after")
     def _one_place(self):
         if (self.files is None) == (self.hub is None):
@@ -44,7 +49,11 @@ class DocumentData(Section):
     sources: list[Source] = Field(min_length=1)
     bad_documents: BadDocuments = Field("refuse", description="broken lines, missing fields, ...")
     prepared: Annotated[Path, MAY_CHANGE] = Field(Path("runs/prepared"), description="folder of documents as tokens")
-    max_documents: int | None = Field(None, ge=1, description="documents to keep; None: as many as the steps need")
+    max_documents: int | None = Field(
+        None,
+        ge=1,
+        description="documents to keep, the first ones; None: all of files, or as many as the steps need of the hub",
+    )
 
 
 class TextData(DocumentData):

@@ -47,11 +47,8 @@ class ObjectiveKind(Section):
     def check(self, recipe: Any) -> None:
         """Raises `ValueError` for other keys of the recipe that do not fit this objective."""
 
-    def check_model(self, config: Any, tokenizer: Any, longest: int) -> None:
-        """Raises `ValueError` for a model that does not fit, before its weights and any documents are read.
-
-        `longest` is the number of tokens of the longest text.
-        """
+    def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
+        """Raises `ValueError` for a model that does not fit, before its weights and any documents are read."""
 
     def check_zero_3(self) -> None:
         """Raises `ValueError` for what this objective can't do with weights that ZeRO-3 has divided among ranks."""

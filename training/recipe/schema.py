@@ -153,6 +153,13 @@ class Recipe(Section):
             return self.curriculum.last_segments * segment_length
         return max(stage.total_length for stage in self.stages or ())
 
+    def shorter(self, tokens: int, segment_length: int = 1) -> str:
+        """Returns the overrides that make the texts at most `tokens` long; a curriculum counts in segments."""
+        if self.curriculum:
+            return f"curriculum.last_segments={tokens // segment_length}"
+        stages = enumerate(self.stages or ())
+        return " ".join(f"stages.{number}.total_length={tokens}" for number, one in stages if one.total_length > tokens)
+
     @property
     def num_held_out(self) -> int:
         return self.evaluation.sequences if self.evaluation else 0

@@ -205,10 +205,13 @@ def test_refusals_before_anything_is_trained(start, tmp_path):
     for name in ("one.txt", "two.txt"):
         (tmp_path / name).write_text(name)
     one, two, both = (f"{tmp_path}/{name}.txt" for name in ("one", "two", "*"))
-    long = {"methods": ("full",), "total_length": 2**21}  # nothing is distilled or sampled
+    long = {"total_length": 2**21}
     for changed, message in (
         ({"text": both, "held_out": two}, r"two.txt: text to train on and to evaluate with"),
-        ({"text": one, "held_out": two, **long}, "the stock model that folded ones .* max_position_embeddings"),
+        (
+            {"text": one, "held_out": two, **long},
+            "the stock model beside .*max_position_embeddings=.*: set --length [0-9]+, or",
+        ),
     ):
         options = HealingOptions(**{"model": str(start), **SMALL, **changed})
         assert_refused(message, Healing, options, tmp_path / "out")

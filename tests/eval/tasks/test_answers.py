@@ -4,6 +4,8 @@ import csv
 import json
 import math
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -30,6 +32,14 @@ def folder(tmp_path_factory):
     save_folded(root / "llama", root / "folded", 16)
     save_rival(root / "mamba", "mamba", tokenizer)
     return root
+
+
+def test_columns_that_nobody_asked_for_are_not_read(tmp_path):
+    columns = {"prompt": ["one", "two"], "answer": ["1", "2"], "day": pa.array([10**7] * 2, pa.date32())}
+    columns["zoned"] = pa.array([0] * 2, pa.timestamp("us", tz="Mars/Phobos"))
+    pa.parquet.write_table(pa.table(columns), tmp_path / "mine.parquet")
+    found = read_questions(AnswersOptions(models=["m"], data=[str(tmp_path / "mine.parquet")]))
+    assert [(one.prompt, one.answers) for one in found] == [("one", ["1"]), ("two", ["2"])]
 
 
 @torch.no_grad()

@@ -146,10 +146,10 @@ def test_texts_of_unequal_length_have_schedules_of_their_own(model, shuffled):
 def test_a_judge_with_another_vocabulary_is_refused(difficulty, model, tmp_path):
     difficulty.save(tmp_path)
     objective, config = SpeechRateObjective(schedule="hard_long", judge=str(tmp_path)), copy.copy(model.config)
-    objective.check_model(config, None, LENGTH)
+    objective.check_model(config, None, None)
     config.vocab_size = 14
     with pytest.raises(ValueError, match="knows 13 tokens, and the model has 14"):
-        objective.check_model(config, None, LENGTH)
+        objective.check_model(config, None, None)
 
 
 def test_refusals(tmp_path):

@@ -117,7 +117,7 @@ def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="model.segment_length=10 counts states, 3 for each token"):
         load_recipe(path, ["objective.states=2"])
     with pytest.raises(ValueError, match="model.segment_length=5 counts states"):
-        SyntheticStates(states=1).check_model(small_model("condense").config, None, 20)
+        SyntheticStates(states=1).check_model(small_model("condense").config, None, None)
     with pytest.raises(ValueError, match=r"data.task=passkey\) is counted without"):
         load_recipe(path, ["data={task: passkey}"])
     with pytest.raises(ValueError, match="greater than or equal to 0"):

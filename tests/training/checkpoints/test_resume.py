@@ -8,7 +8,7 @@ import pytest
 
 from condense.training.checkpoints.complete import MARKER
 from condense.training.checkpoints.contents import contents
-from condense.training.checkpoints.resume import check_zero_stage, find_checkpoint, make_universal
+from condense.training.checkpoints.resume import check_zero_stage, find_checkpoint, make_universal, other_order
 from condense.training.recipe import Recipe
 
 pytestmark = pytest.mark.unit
@@ -28,7 +28,7 @@ def files(tmp_path):
         (tmp_path / f"{name}.txt").write_text(text)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(100))
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(2_000_000))
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def write_checkpoint(recipe, with_contents=True):
     folder = recipe.output / "checkpoint-4"
     folder.mkdir(parents=True)
     marker = {"step": 4, "ranks": 1, "zero_stage": None, "files": {}, "recipe": recipe.model_dump(mode="json")}
-    marker |= {"contents": contents(recipe)} if with_contents else {}
+    marker |= {"digests": contents(recipe)} if with_contents else {}
     (folder / MARKER).write_text(json.dumps(marker))
     return folder
 
@@ -70,15 +70,31 @@ def change_the_end(path):
     path.write_text(path.read_text()[:-1] + ".")
 
 
+def change_a_word(path):
+    """A long way from the ends and from all fractions of the length with small denominators."""
+    text = path.read_text()
+    place = int(len(text) * 0.2236)
+    path.write_text(text[:place] + "." + text[place + 1 :])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda files: append(files / "a.txt"), r"data\.sources.* hold something else than when the run began"),
         (lambda files: change_the_end(files / "b.txt"), r"data\.sources.* hold something else"),
+        (lambda files: change_a_word(files / "b.txt"), r"data\.sources.* hold something else"),
+        (lambda files: change_a_word(files / "model" / "model.safetensors"), r"model\.source.* hold something else"),
         (lambda files: (files / "another-a.txt").write_text("four"), r"data\.sources.* hold something else"),
-        (lambda files: (files / "model" / "model.safetensors").write_bytes(bytes(99) + b"."), r"model\.source"),
+        (lambda files: (files / "model" / "model.safetensors").write_bytes(bytes(1_999_999) + b"."), r"model\.source"),
     ],
-    ids=["a document", "the end of a large file", "one file more", "weights"],
+    ids=[
+        "a document",
+        "the end of a large file",
+        "a word of a large file",
+        "a large model",
+        "one file more",
+        "weights",
+    ],
 )
 def test_changed_files_are_another_recipe(files, change, words):
     recipe = recipe_of(files)
@@ -105,6 +121,23 @@ def test_checkpoints_of_former_versions_have_their_paths_compared(files):
     shutil.copytree(files, moved, ignore=shutil.ignore_patterns("out", "elsewhere"))
     with pytest.raises(ValueError, match=r"model\.source was .*; data\.sources was "):
         find_checkpoint(recipe_of(moved, output=str(files / "out")))
+
+
+def test_a_checkpoint_that_knows_parts_of_its_files_has_their_paths_compared(files):
+    checkpoint = write_checkpoint(recipe_of(files), with_contents=False)
+    marker = json.loads((checkpoint / MARKER).read_text())
+    (checkpoint / MARKER).write_text(json.dumps(marker | {"contents": {"data.sources": [[".txt 2000000 0123"], None]}}))
+    assert find_checkpoint(recipe_of(files)) == checkpoint
+
+
+def test_a_former_version_drew_from_fewer_documents(files):
+    local = {"data": {"task": "text", "sources": [{"files": str(files / "*.txt")}]}}
+    recipe = recipe_of(files, **local)
+    checkpoint = write_checkpoint(recipe, with_contents=False)
+    assert "From here on the run draws from all documents of its files" in other_order(checkpoint, recipe)
+    assert other_order(checkpoint, recipe_of(files)) is None  # a part is on the hub
+    shutil.rmtree(checkpoint)
+    assert other_order(write_checkpoint(recipe), recipe) is None
 
 
 FORMER = json.loads((Path(__file__).parent / "former_markers.json").read_text())

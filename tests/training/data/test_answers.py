@@ -222,4 +222,4 @@ def test_too_long_questions_are_counted(recipe):
     (summary,) = [summary for summary in summaries if "over 10 tokens" in summary]
     kept = sum(n % 7 + 1 <= 4 for n in range(summary["read"]))
     assert summary["kept"] == kept and summary["over 10 tokens"] == summary["read"] - kept
-    assert training.num_sequences(10) == 24  # as many as six steps of four need
+    assert training.num_sequences(10) == kept and summary["read"] == 80  # all that the file has

@@ -2,21 +2,26 @@
 
 import json
 import pickle
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from packaging.requirements import Requirement
 
 from condense.files import read_text
 from condense.training.data import shards
-from condense.training.data.documents import Document, good_documents, make_document, read_documents
+from condense.training.data.documents import Document, good_documents, make_document, read_documents, used_fields
 from condense.training.data.shards import Problem, open_shards
 from condense.training.recipe import Source
 
 from .hub import stream_files
 
 pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parents[3]
 
 
 def read(*sources, summaries=False):
@@ -162,6 +167,22 @@ def test_a_badly_encoded_row_of_parquet_costs_only_itself(tmp_path):
     assert (problem.where, problem.kind) == (f"{path}:row 1", "wrong encoding")
 
 
+def test_memory_holds_a_few_chunks_of_long_documents(tmp_path, monkeypatch):
+    """Shards of text files, and chunks of any files, end early if their texts are long."""
+    monkeypatch.setattr(shards, "TEXT_BYTES", 100)
+    monkeypatch.setattr(shards, "CHUNK_CHARACTERS", 100)
+    sizes = [30] * 4 + [250, 10, 60, 40] + [1] * 20
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number:02d}.txt").write_text("x" * size)
+    write_json_lines(tmp_path / "lines.jsonl", [{"text": "x" * size, "n": 1} for size in sizes])
+    opened = open_shards(Source(files=str(tmp_path / "*.txt")), ["text"])
+    assert [len(shard.paths) for shard in opened] == [4, 1, 3, 16, 4]
+    (lines,) = open_shards(Source(files=str(tmp_path / "lines.jsonl")), ["text"])
+    assert [(len(chunk), position) for chunk, position in lines.chunks()] == [(4, 4), (1, 5), (3, 8), (20, 28)]
+    texts = [fields["text"] for _, fields in [*rest(lines, 4)]]
+    assert list(map(len, texts)) == sizes[4:]
+
+
 def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
     (tmp_path / "part[1].txt").write_text("text")
     assert [document.text for document in read(Source(files=str(tmp_path / "part[1].txt")))] == ["text"]
@@ -203,7 +224,7 @@ def test_a_stream_of_the_hub(tmp_path, monkeypatch, kind):
     assert asked == [(("owner/name", "small"), {"split": "train", "revision": "v1", "streaming": True})]
     assert [document.text for document in everything] == [f"{shard}-{n}" for shard in range(2) for n in range(20)]
     assert everything[25].where == "owner/name:shard 1 of 2:row 5"
-    records = [record for shard in open_shards(source) for record in rest(shard)]
+    records = [record for shard in open_shards(source, ["body"]) for record in rest(shard)]
     assert [fields["body"] for _, fields in records] == [document.text for document in everything]
 
 
@@ -222,13 +243,91 @@ def test_a_shard_is_read_on_from_each_of_its_positions(tmp_path, monkeypatch, ki
     if kind == "hub":
         stream_files(monkeypatch, "parquet", tmp_path / "*.parquet")
         source = Source(hub="owner/name")
-    opened = open_shards(source)
+    opened = open_shards(source, ["text"])
     assert len(opened) == 3
     for number, shard in enumerate(opened):
         everything = rest(pickle.loads(pickle.dumps(shard)))
         assert [fields["text"] for _, fields in everything] == [f"{number}-{n}" for n in range(20)]
         for index, (_, position) in enumerate(shard.chunks()):
-            assert rest(open_shards(source)[number], json.loads(json.dumps(position))) == everything[7 * index + 7 :]
+            assert (
+                rest(open_shards(source, ["text"])[number], json.loads(json.dumps(position)))
+                == everything[7 * index + 7 :]
+            )
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet"])
+def test_a_stream_that_resumes_many_times_delivers_each_row_once(tmp_path, monkeypatch, kind):
+    """Each time from a position that a resumed stream has written; `datasets` 5.0.0 begins again at the second."""
+    monkeypatch.setattr(shards, "CHUNK", 7)
+    rows = [{"text": f"t{n}"} for n in range(40)]
+    write_json_lines(tmp_path / "0.json", rows)
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "0.parquet", row_group_size=9)
+    stream_files(monkeypatch, kind, tmp_path / f"0.{kind}")
+    position, found = None, []
+    for _ in range(6):
+        (shard,) = open_shards(Source(hub="owner/name"), ["text"])
+        chunk, position = next(shard.chunks(position and json.loads(json.dumps(position))))
+        found += chunk
+    assert [(where, fields["text"]) for where, fields in found] == [(f"owner/name:row {n}", f"t{n}") for n in range(40)]
+
+
+@pytest.mark.parametrize("extra", ["train", "eval"])
+def test_a_version_of_datasets_that_loses_its_place_is_not_allowed(extra):
+    lines = tomllib.loads(read_text(ROOT / "pyproject.toml"))["project"]["optional-dependencies"][extra]
+    (allowed,) = [Requirement(line).specifier for line in lines if Requirement(line).name == "datasets"]
+    assert [version in allowed for version in ("4.0.0", "4.8.5", "5.0.0", "5.0.1", "5.2.0")] == [
+        True, True, False, True, True
+    ]  # fmt: skip
+
+
+FAR, ODD = 10**7, pa.timestamp("us", tz="Mars/Phobos")  # a day after the year 9999, and a zone that is none
+
+
+def unheld_table():
+    """Columns and fields that Python can't hold, beside texts; the second text of `torn` is not UTF-8."""
+    days = pa.array([FAR] * 3, pa.date32())
+    offsets = pa.py_buffer(np.array([0, 4, 8, 12], dtype=np.int32).tobytes())
+    torn = pa.Array.from_buffers(pa.string(), 3, [None, offsets, pa.py_buffer(b"goodb\xffadlast")])
+    columns = {"text": ["a", "b", "c"], "day": days, "zoned": pa.array([0] * 3, ODD), "torn": torn}
+    columns["lasted"] = pa.array([2**62] * 3, pa.duration("s"))
+    columns["meta"] = pa.StructArray.from_arrays([pa.array(["x", "y", "z"]), days, torn], ["text", "day", "torn"])
+    columns["days"] = pa.array(
+        [[{"text": text, "day": FAR}] for text in "uvw"], pa.list_(pa.struct({"text": pa.string(), "day": pa.date32()}))
+    )
+    return pa.table(columns)
+
+
+@pytest.mark.parametrize("place", ["files", "hub"])
+def test_columns_that_nobody_asked_for_are_not_read(tmp_path, monkeypatch, place):
+    path = tmp_path / "a.parquet"
+    pa.parquet.write_table(unheld_table(), path)
+    stream_files(monkeypatch, "parquet", path)
+    named = {place: str(path)}
+    assert [one.text for one in read(Source(**named))] == ["a", "b", "c"]
+    names = "there are 'text', 'day', 'zoned', 'torn', 'lasted', 'meta', 'days'"
+    if place == "files":
+        missing, *_ = read(Source(**named, text="body"))
+        assert missing.kind == "missing field" and names in missing.detail
+        assert [one.text for one in read(Source(**named, text="meta.text"))] == ["x", "y", "z"]
+        assert [one.text for one in read(Source(**named, text="days.0.text"))] == ["u", "v", "w"]
+        for name in ("torn", "meta.torn"):
+            good, bad, last = read(Source(**named, text=name))
+            assert (good.text, last.text) == ("good", "last")
+            assert (bad.kind, bad.where) == ("wrong encoding", f"{path}:row 1")
+        for name in ("day", "zoned", "lasted", "meta.day"):
+            assert {(one.kind, "not text" in one.detail) for one in read(Source(**named, text=name))} == {
+                ("wrong type", True)
+            }
+    else:
+        with pytest.raises(
+            ValueError, match=rf"of 'body' it has no field; {names}: name the right one with text=FIELD"
+        ):
+            read(Source(**named, text="body"))
+        for name in ("meta.text", "torn"):  # the stream ends there, so nothing can be skipped
+            with pytest.raises(
+                ValueError, match=r"a.parquet: one of the rows 0 to 63 can't be read \(.*Copy the data set"
+            ):
+                read(Source(**named, text=name))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -242,7 +341,9 @@ def test_documents_below_a_lowest_value_are_dropped(tmp_path, kind):
     source = Source(files=str(path), at_least={"token_count": 2, "score": 1.5})
     assert [document.text for document in read(source)] == ["t2", "t3"]
     made = [
-        make_document(record, source, False) for records, _ in open_shards(source)[0].chunks() for record in records
+        make_document(record, source, False)
+        for records, _ in open_shards(source, used_fields(source, False))[0].chunks()
+        for record in records
     ]
     assert [made[n] for n in (0, 1, 4)] == ["token_count under 2", "token_count under 2", "score under 1.5"]
     with pytest.raises(

@@ -142,7 +142,9 @@ def test_refusals(start, tokenizer, tmp_path):
         sample_store(SampleData(task="samples", prepared=tmp_path), str(start), without, 8, 1)
     shutil.copytree(start, tmp_path / "start")
     LlamaConfig.from_pretrained(start, max_position_embeddings=31).save_pretrained(tmp_path / "start")
-    with pytest.raises(ValueError, match="writes its texts and reads texts of up to 32 tokens .*=31: use shorter"):
+    with pytest.raises(
+        ValueError, match="writes its texts and reads texts of up to 32 tokens .*=31: set stages.1.total_length=31, or"
+    ):
         check_run(load_recipe(path), 1, None)
     without.save_pretrained(tmp_path / "start")
     with pytest.raises(ValueError, match="neither bos_token nor eos_token"):

@@ -1,6 +1,7 @@
 """Documents become sequences: nothing twice, nothing lost, nothing leaking."""
 
 from collections import Counter
+from string import ascii_lowercase
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
+from condense.training.data import document_task, text
+from condense.training.data.documents import Document
 from condense.training.data.examples import collate
 from condense.training.data.store import Tokens
 from condense.training.data.tasks import make_examples
@@ -17,6 +20,7 @@ from condense.training.small_llama import word_tokenizer
 from tests.condense.models import tiny_config
 
 from ..recipes import text_data, write_recipe, write_texts
+from .hub import stream_files
 
 pytestmark = pytest.mark.unit
 
@@ -101,6 +105,27 @@ def test_no_whole_piece_is_named():
         TextExamples(Documents([3, 9]), 0, 2, "cut", seed=0).sequence(0, 50)
 
 
+def test_a_long_document_is_tokenised_in_pieces(monkeypatch):
+    """A tokenizer holds hundreds of bytes for every token of a call; the tokens are those of one call."""
+    names = [f"the{letter}" for letter in ascii_lowercase]
+    words = np.random.default_rng(0).choice(names, 150_000)
+    texts = ["thea theb", " ".join(words), "thec", "\n".join(words[:5_000])]
+    tokenizer, calls = word_tokenizer(names), []
+    expected = [[1, *tokenizer(one)["input_ids"], 2] for one in texts]
+    monkeypatch.setattr(text, "CHARACTERS_AT_ONCE", 200_000)
+    read = type(tokenizer).__call__
+
+    def reading(self, given, **options):
+        calls.append(len(given) if isinstance(given, str) else sum(map(len, given)))
+        return read(self, given, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", reading)
+    found = text.text_encoder(tokenizer, 2)([Document("a", one) for one in texts])
+    assert [one.input_ids.tolist() for one in found[:2]] == expected[:2] and found[3].input_ids.tolist() == expected[3]
+    assert found[2] == "under 2 tokens" and found[1].input_ids.dtype == np.int32
+    assert len(texts[1]) > 500_000 and max(calls) < 300_000
+
+
 def test_no_memory_passes_from_one_document_to_the_next():
     """The rows of packed sequences give, token for token, what each document gives alone, and so does their loss."""
     torch.manual_seed(0)
@@ -143,7 +168,7 @@ def test_rests_of_a_single_token_are_no_sequences_to_validate_with(tmp_path):
     """Documents of four tokens make one sequence of three each, so eight sequences take eight documents."""
     write_texts(tmp_path / "texts.jsonl", ["a b"] * 100)
     training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "pack", "texts.jsonl", (3, 5), held_out=8)
-    assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 20
+    assert held_out.num_sequences(3) == 8 and training.num_sequences(3) == 92
 
 
 def test_packed_sequences_to_validate_with_are_of_all_lengths(tmp_path):
@@ -158,11 +183,15 @@ def test_packed_sequences_to_validate_with_are_of_all_lengths(tmp_path):
     assert min(lengths[0]) < 16 and max(lengths[0]) > 96
 
 
-def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path):
+def test_a_long_document_held_out_leaves_as_much_to_train_on(tmp_path, monkeypatch):
+    """As much as the steps need, of a data set of the hub; of files, all others."""
+    monkeypatch.setattr(document_task, "LEAST_DOCUMENTS", 0)
     write_texts(tmp_path / "texts.jsonl", ("a b " * n for n in (500, 50, 50, 50)))
-    training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "cut", "texts.jsonl", (10, 5), held_out=2)
-    assert (held_out.first, held_out.last, training.first, training.last) == (0, 1, 1, 3)
-    assert training.num_sequences(10) == 20
+    stream_files(monkeypatch, "json", tmp_path / "texts.jsonl")
+    for sources, num_documents in (([], 3), (["data.sources=[{hub: owner/name}]"], 2)):
+        training, held_out = examples_of(tmp_path, word_tokenizer(["a b"]), "cut", "texts.jsonl", (10, 5), 2, sources)
+        assert (held_out.first, held_out.last, training.first, training.last) == (0, 1, 1, 1 + num_documents)
+        assert training.num_sequences(10) == 10 * num_documents
 
 
 def test_max_documents_limits_training_and_not_the_validation(tmp_path):

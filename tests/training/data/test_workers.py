@@ -210,7 +210,8 @@ def test_an_error_in_a_shard_that_is_not_needed_ends_nothing(lines, tmp_path, ca
 def test_workers_read_no_further_than_is_needed(lines, tmp_path):
     """Nothing is merged. 100 documents are in two chunks; a third one follows, and the worker waits in the fourth."""
     readings = [
-        Reading(lines, 0, shard, number, with_summaries=False) for number, shard in enumerate(open_shards(lines))
+        Reading(lines, 0, shard, number, with_summaries=False)
+        for number, shard in enumerate(open_shards(lines, ["text"]))
     ]
     make_encode = partial(encoder, at="0.jsonl:200", action=partial(wait_for, tmp_path / "go"))
     needed = Needed(Need(np.ones_like, 100), None, 64, [3])

@@ -19,7 +19,7 @@ LEAST_DOCUMENTS = 64  # that texts come from, where not all are read
 
 
 class SourceReading(NamedTuple):
-    """What a run reads of a source; `documents` and `tokens` are those that it draws from."""
+    """Counts what a run reads of a source; `documents` and `tokens` are those that it draws from."""
 
     source: str
     documents: int

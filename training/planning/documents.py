@@ -1,4 +1,4 @@
-"""What a run will read of each source: exact if its documents are prepared, or else by the sizes of its files."""
+"""Counts what a run will read of each source: exact if its documents are prepared, or else by the sizes of its files."""
 
 from collections.abc import Sequence
 from typing import Any

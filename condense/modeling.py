@@ -27,7 +27,7 @@ from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import LayerOutputs
 from .layers import RMSNorm, RotaryEmbedding
-from .linear import Linear
+from .linear import apply_linear
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
@@ -207,7 +207,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
     def __init__(self, config: CondenseConfig):
         super().__init__(config)
         self.model = CondenseModel(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @takes_past_key_values
@@ -326,6 +326,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             return documents.pack_output(self.forward(**unpacked))
         # The head sees no padding between documents.
         read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
-        output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
+        output = CondenseOutput(
+            logits=apply_linear(self.lm_head, read.last_hidden_state), hidden_states=read.hidden_states
+        )
         output.function_evaluations = read.function_evaluations
         return output

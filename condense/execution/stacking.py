@@ -29,13 +29,12 @@ from ..layers import (
     NormAttributes,
     RMSNorm,
     blend,
-    has_hooks,
     is_one_operation,
 )
-from ..linear import Linear
+from ..linear import apply_linear
 from ..products import stacked_products
 from ..shared_weights import active_weights, summed_products, sums_of
-from ..transforms import is_in_torch_func
+from ..transforms import has_hooks, is_in_torch_func
 from .stacked_parameters import StackedParameter, stacked_parameters
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
@@ -217,9 +216,6 @@ class _Stacked(nn.Module):
 class StackedLinear(_Stacked):
     """m linear maps, [m * R, T, I] to [m * R, T, O]: one batched product, or m products if the weights are apart."""
 
-    def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
-        return self.joint([self], input_RTI)[0]
-
     @staticmethod
     def joint(linears: Sequence["StackedLinear"], input_RTI: torch.Tensor) -> list[torch.Tensor]:
         """Returns the outputs of several maps of the same layers and input."""
@@ -255,7 +251,7 @@ class StackedLinear(_Stacked):
 
     def one_by_one(self, input_RTI: torch.Tensor) -> torch.Tensor:
         parts = input_RTI.unflatten(0, (len(self.stacked), -1))
-        return torch.cat([module(part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
+        return torch.cat([apply_linear(module, part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
 
 
 class StackedNorm(_Stacked):
@@ -319,7 +315,6 @@ class StackedMemoryShare(_Stacked):
 
 
 STACKED = {
-    Linear: StackedLinear,
     nn.Linear: StackedLinear,
     RMSNorm: StackedNorm,
     MemoryShare: StackedMemoryShare,

@@ -155,7 +155,7 @@ def check_loading_report(source: str | Path, report: Mapping[str, Collection], i
 def check_finite(model: PreTrainedModel, source: str, remedy: str) -> None:
     """Raises `ValueError` naming the first weight of a model with values that are not finite."""
     for name, parameter in model.named_parameters():
-        if not all(map(_is_finite, _inner_tensors(parameter.detach()))):
+        if not all(map(_is_finite, inner_tensors(parameter.detach()))):
             raise ValueError(f"{source}: {name} holds values that are not finite. {remedy}")
 
 
@@ -166,13 +166,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum(dtype=accurate)))  # does not copy the weight
 
 
-def _inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yields the tensors that a quantized or sharded weight consists of, which may not have all operations itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     for name in tensor.__tensor_flatten__()[0]:
-        yield from _inner_tensors(getattr(tensor, name))
+        yield from inner_tensors(getattr(tensor, name))
 
 
 def _check_folder(folder: Path) -> None:
@@ -272,7 +272,8 @@ def _check_hub(source: str) -> None:
 def _refusal(source: str | Path, error: Exception) -> ValueError:
     if type(error) is ValueError and "\n" not in str(error):
         return error  # one sentence already
-    return ValueError(f"model {str(source)!r} can't be loaded ({first_line(error)}): correct or replace its files.")
+    remedy = "install what it needs" if isinstance(error, ImportError) else "correct or replace its files"
+    return ValueError(f"model {str(source)!r} can't be loaded ({first_line(error)}): {remedy}.")
 
 
 def first_line(error: BaseException) -> str:

@@ -49,6 +49,8 @@ class CondensePreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
         """Extends transformers' method: adds a card, and lets others read the files as far as the umask allows."""
+        # The names are the checkpoint's own. transformers would undo how it read quantized weights, which it can't.
+        options.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, is_main_process, *arguments, **options)
         use_default_mode(Path(save_directory))
         if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):  # else they are adapters

@@ -1,11 +1,13 @@
 """The ways in which torch changes a computation: transformations of its operations, autocast, and hooks."""
 
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
+
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
 def is_transformed() -> bool:
@@ -29,7 +31,7 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks)
 
 
-def is_plain(module: Any, kind: type[nn.Module]) -> bool:
+def is_plain(module: Any, kind: type[Kind]) -> TypeGuard[Kind]:
     """Returns whether a call of the module is nothing but `kind.forward`: not another module in its place, such as an
     adapter, without hooks on it or on all modules, without a forward of its own (accelerate's) or compiled code."""
     if type(module) is not kind or has_hooks(module) or _has_any_global_hook():

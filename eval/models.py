@@ -16,7 +16,7 @@ from condense import FoldedCache, laboratories
 from condense.cache_argument import cache_of
 from condense.checks import check_attention, check_dtype
 from condense.generation import RefuseNonFiniteLogits
-from condense.loading import check_source, load_config, load_model, load_tokenizer
+from condense.loading import check_source, inner_tensors, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
 
 from .decode_state import state_bytes
@@ -109,7 +109,8 @@ def _fingerprint(model: Any) -> str:
         with _weights_of(module):
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{prefix}.{name}" not in tied:
-                    digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+                    for tensor in inner_tensors(parameter.detach()):
+                        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -86,7 +87,7 @@ class PipelineStage:
 
         begin = sum(layers_per_rank[:rank])
         own = range(begin, begin + layers_per_rank[rank])
-        self.layers = [model.model.layers[n] for n in own]
+        self.layers: list[Any] = [model.model.layers[n] for n in own]
         elsewhere = [f"model.layers.{n}" for n in range(num_layers) if n not in own]
         elsewhere += [] if self.is_first else ["model.embed_tokens"]
         elsewhere += [] if self.is_last else ["model.norm", "lm_head"]
@@ -102,7 +103,7 @@ class PipelineStage:
         input_ids, labels and attention_mask [B, N] as for `CondenseForCausalLM.forward`, the same on all ranks. Raises
         `ValueError` on all ranks for inputs that do not fit together.
         """
-        batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
+        batch = _PipelineBatch(self.model, self.layers[0].input_layernorm.weight, input_ids, labels, attention_mask)
         for _ in self._forward(batch):
             pass  # nothing is stored for a backward pass
         return self._output(batch, None)
@@ -120,7 +121,7 @@ class PipelineStage:
         The loss is the mean over all labels, or their sum divided by `num_items_in_batch`. With the model's gradient
         checkpointing a segment stores only the hidden states and memories that it receives; the rest is computed again.
         """
-        batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
+        batch = _PipelineBatch(self.model, self.layers[0].input_layernorm.weight, input_ids, labels, attention_mask)
         self._backward(batch, list(self._forward(batch)), num_items_in_batch)
         return self._output(batch, num_items_in_batch)
 
@@ -217,9 +218,12 @@ class PipelineStage:
 
 
 class _PipelineBatch:
-    """The texts of one call, cut into the same chunks on every rank; the last rank collects `losses`."""
+    """The texts of one call, cut into the same chunks on every rank; the last rank collects `losses`.
 
-    def __init__(self, model: CondenseForCausalLM, input_ids, labels, attention_mask):
+    `like` has the device and the dtype of hidden states.
+    """
+
+    def __init__(self, model: CondenseForCausalLM, like: torch.Tensor, input_ids, labels, attention_mask):
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         self.input_ids_BN = check_input(model.config, given, labels)
         batch_size, num_columns = input_ids.shape
@@ -231,7 +235,7 @@ class _PipelineBatch:
         recompute = not checkpointing and vocab_size > model.config.hidden_size
         self.loss_options = max_tokens(vocab_size), recompute
         self.weights = SharedWeights(every_pass=True)
-        self.like = next(model.model.layers.parameters())
+        self.like = like
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)
         state = TransientState.empty(batch_size, model.config)
         builder = model.model.metadata_builder(self.like, self.tokens, state)

@@ -148,8 +148,8 @@ def _check_module(module: nn.Module, where: str) -> None:
     known = leaf or (not holds and (type(module) in CONTAINERS or not module._modules))
     if not known or module._buffers:
         raise ValueError(
-            f"{where} is a {type(module).__name__}, which a wavefront cannot stack: {REMEDY}, or merge the "
-            "adapter into the model first."
+            f"{where} is a {type(module).__name__}, which a wavefront cannot stack: {REMEDY}, or if it is an adapter, "
+            "merge it into the model first."
         )
     if leaf and module._parameters and not isinstance(module._parameters.get("weight"), torch.Tensor):
         raise ValueError(f"{where} has no weight of its own (a replica, or kept elsewhere): {REMEDY}.")

@@ -238,6 +238,6 @@ def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
         found.append(id(module))
         hooked = hooked or bool(module._forward_hooks or module._forward_pre_hooks)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            found.append(tensor is not None and (tensor.data_ptr(), tensor.dtype))
+            found.append(tensor is not None and (id(tensor), tensor.data_ptr(), tensor.dtype))
         modules += [child for child in module._modules.values() if child is not None]
     return [*found, hooked], hooked

@@ -20,7 +20,7 @@ from .call import Call
 from .checks import check_attention_name, check_unused
 from .configuration import CondenseConfig
 from .decoder_stack import DecoderBlock, decoder_stack
-from .embedding import ChunkEmbedder, Embedding
+from .embedding import ChunkEmbedder
 from .execution import default_checkpoint_segments, make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
@@ -47,7 +47,7 @@ class CondenseModel(CondensePreTrainedModel):
         super().__init__(config)
         config.check()  # fields may have been set one by one since the config was made
         check_attention_name(config._attn_implementation)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config=config)
@@ -120,12 +120,11 @@ class CondenseModel(CondensePreTrainedModel):
         segments = (call.checkpoint_segments or 1) if checkpointing else None
         layers = self.layers_in_use
         embedding = getattr(self, "embed_tokens", None)
-        hidden_dtype = (inputs if inputs.is_floating_point() else getattr(embedding, "weight", like)).dtype
-        schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None, hidden_dtype)
+        embed = ChunkEmbedder(embedding, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
+        schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None, embed.dtype)
         state.timeline = timeline  # all checks are done: the state may change
 
         metadata = self.metadata_builder(like, batch, state, call.token_inputs, cache is not None, checkpointing)
-        embed = ChunkEmbedder(embedding, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
         if call.checkpoint_segments is None and schedule.stack is not None:
             cell_tokens = batch.batch_size * self.config.segment_length
             segments = default_checkpoint_segments(self.config, cell_tokens, like.element_size())

@@ -214,21 +214,22 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         noisy_BND = torch.where(masked_BN[..., None], self.mask_embedding.to(clean_BND), clean_BND)
         batch, state = UnpaddedBatch(batch_size, num_columns, None), TransientState.empty(batch_size, self.config)
         builder = model.metadata_builder(clean_BND, batch, state)
-        outputs = []
-        for chunk in state.positions.chunks(batch.lengths):
+        chunks, outputs = list(state.positions.chunks(batch.lengths)), []
+        streams = batch.split(clean_BND, chunks), batch.split(noisy_BND, chunks)
+        for chunk, clean_RTD, noisy_RTD in zip(chunks, *streams, strict=True):
             metadata = builder.build(chunk)
             key_values: list[Any] = [RecordedKeyValues(memory) for memory in state.key_values(chunk)]
-            _, memories = run_layers(layers, batch.gather(clean_BND, chunk), key_values, metadata)
+            _, memories = run_layers(layers, clean_RTD, key_values, metadata)
             if metadata.writes_memory:
                 state.write_memory(memories, chunk)
             mask = VisibleKeys(chunk, visible_TK=visible_to_blocks(chunk, self.config.block_length))
-            noisy_RTD, _ = run_layers(
+            output_RTD, _ = run_layers(
                 layers,
-                batch.gather(noisy_BND, chunk),
+                noisy_RTD,
                 [seen_by_layer.seen for seen_by_layer in key_values],
                 replace(metadata, mask=mask, writes_memory=False),
             )
-            outputs.append(noisy_RTD)
+            outputs.append(output_RTD)
         return model.norm(torch.cat(outputs, dim=1))
 
     def look_ahead(

@@ -14,6 +14,7 @@ from .execution.checkpointing import CheckpointFunction
 from .peft_support import check_activated_lora
 from .segmentation import UnpaddedBatch
 from .token_inputs import TokenInputs
+from .transforms import hidden_dtype
 
 
 class Call:
@@ -72,20 +73,21 @@ class Call:
 
         `weight` gives device and dtype; under ZeRO-3 its shape may be that of a shard.
         """
+        like = self.like_hidden(weight)
         if self.cache is not None and self.cache.last_hidden_BD is not None:
-            return self.cache.last_hidden_BD
-        return self.like_hidden(weight).new_zeros(self.batch.batch_size, hidden_size)
+            return self.cache.last_hidden_BD.to(like.dtype)  # autocast may have begun since
+        return like.new_zeros(self.batch.batch_size, hidden_size)
 
     def like_hidden(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the device and the dtype of hidden states: the given embeddings, or else a weight.
+        """Returns an empty tensor with the device and the dtype of hidden states, which follow from the given
+        embeddings, or else from a weight.
 
         A weight that accelerate keeps in host memory or on disk between its uses is on the device "meta".
         """
         if self._like is None:
-            if self.inputs.is_floating_point():
-                self._like = self.inputs
-            else:
-                self._like = self.inputs.new_empty(0, dtype=weight.dtype) if weight.is_meta else weight
+            given = self.inputs if self.inputs.is_floating_point() else weight
+            device = self.inputs.device if given.is_meta else given.device
+            self._like = torch.empty(0, dtype=hidden_dtype(given.dtype, device), device=device)
         return self._like
 
     def end(self) -> None:

@@ -17,16 +17,21 @@ from torch import nn
 
 from .segmentation import Chunk, UnpaddedBatch
 from .shared_weights import summed_embedding, sums_of
-from .transforms import is_plain
+from .transforms import hidden_dtype, is_plain
 
 EMBEDDED_TOKENS = 2**13  # at once, padding included: embeddings exist before they are needed
 
 
 def embed(embedding: nn.Embedding, ids_x: torch.Tensor) -> torch.Tensor:
-    """Returns `embedding(ids_x)`, for one of a plain embedding's several uses."""
+    """Returns the hidden states of ids, for one of a plain embedding's several uses."""
     summable = embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
     sums = sums_of(embedding.weight) if summable else None
-    return embedding(ids_x) if sums is None else summed_embedding(sums, ids_x, embedding)
+    return as_hidden(embedding(ids_x) if sums is None else summed_embedding(sums, ids_x, embedding))
+
+
+def as_hidden(embeddings_xD: torch.Tensor) -> torch.Tensor:
+    """Returns embeddings in the dtype of hidden states."""
+    return embeddings_xD.to(hidden_dtype(embeddings_xD.dtype, embeddings_xD.device))
 
 
 class ChunkEmbedder:
@@ -44,10 +49,10 @@ class ChunkEmbedder:
         if not inputs.is_floating_point() and not is_plain(embedding, nn.Embedding):
             assert embedding is not None, "a model without an embedding layer needs embeddings"
             inputs = embedding(inputs)
-        self.inputs = inputs
+        self.inputs = as_hidden(inputs) if inputs.is_floating_point() else inputs
         self._parts: dict[tuple[int, ...], torch.Tensor] = {}
-        if inputs.is_floating_point() and inputs.requires_grad and torch.is_grad_enabled():
-            parts = batch.split(inputs, list(self._upcoming))
+        if self.inputs.requires_grad and torch.is_grad_enabled():
+            parts = batch.split(self.inputs, list(self._upcoming))
             self._parts = {tuple(chunk.starts): part for chunk, part in zip(self._upcoming, parts, strict=True)}
 
     @property
@@ -56,7 +61,7 @@ class ChunkEmbedder:
         if self.inputs.is_floating_point():
             return self.inputs.dtype
         assert isinstance(self.embedding, nn.Embedding)
-        return self.embedding.weight.dtype
+        return hidden_dtype(self.embedding.weight.dtype, self.inputs.device)
 
     def of(self, chunks: Iterable[Chunk]) -> "ChunkEmbedder":
         """Returns an embedder for these chunks of the call only."""

@@ -1,5 +1,6 @@
 """The ways in which torch changes a computation: transformations of its operations, autocast, and hooks."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -24,6 +25,18 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Returns the dtype that autocast computes products in on a device; None if it is off."""
     active = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if active else None
+
+
+def hidden_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Returns the dtype of hidden states, which are sums of embeddings in the given dtype and of products: float32 for
+    float16 beside autocast's bfloat16, and the reverse."""
+    cast = autocast_dtype(device)
+    return dtype if cast is None else torch.promote_types(dtype, cast)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Returns a context without autocast, which refuses to join tensors in the half precision that is not its own."""
+    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
 
 
 def has_hooks(module: nn.Module) -> bool:

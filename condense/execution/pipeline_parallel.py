@@ -35,7 +35,7 @@ from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch
 from ..shared_weights import SharedWeights
-from ..transforms import is_plain
+from ..transforms import hidden_dtype, is_plain
 from .checkpointing import run_checkpointed
 from .executor import run_layers
 
@@ -244,7 +244,8 @@ class _PipelineBatch:
         recompute = not checkpointing and vocab_size > model.config.hidden_size
         self.loss_options = max_tokens(vocab_size), recompute
         self.weights = SharedWeights(every_pass=True)
-        self.like = stage.layers[0].input_layernorm.weight  # quantized weights have other dtypes
+        weight = stage.layers[0].input_layernorm.weight  # quantized weights have other dtypes
+        self.like = weight.new_empty(0, dtype=hidden_dtype(weight.dtype, weight.device))
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)
         state = TransientState.empty(batch_size, model.config)
         builder = model.model.metadata_builder(self.like, self.tokens, state)

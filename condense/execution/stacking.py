@@ -33,7 +33,7 @@ from ..layers import (
 )
 from ..linear import apply_linear
 from ..products import stacked_products
-from ..shared_weights import active_weights, summed_products, sums_of
+from ..shared_weights import active_weights, product_dtype, summed_products, sums_of
 from ..transforms import has_hooks, is_in_torch_func
 from .stacked_parameters import StackedParameter, stacked_parameters
 
@@ -223,7 +223,9 @@ class StackedLinear(_Stacked):
         if any(weight.tensor_mx is None for weight in weights):
             return [linear.one_by_one(input_RTI) for linear in linears]
         input_mnI = input_RTI.reshape(len(linears[0].stacked), -1, input_RTI.shape[-1])
-        found = [sums_of(*weight.all) for weight in weights]  # None for weights that are frozen
+        dtype = input_RTI.dtype
+        casts = any(one.all[0].dtype != dtype or product_dtype(input_RTI, one.all[0]) != dtype for one in weights)
+        found = [None if casts else sums_of(*weight.all) for weight in weights]  # None for weights that are frozen, too
         summed = [(weight.shared(sums), weight.all) for weight, sums in zip(weights, found, strict=True) if sums]
         if not torch.is_grad_enabled():
             outputs = stacked_products(input_mnI, [weight.shared() for weight in weights])

@@ -1,6 +1,5 @@
 """The ways in which torch changes a computation: transformations of its operations, autocast, and hooks."""
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -34,9 +33,13 @@ def hidden_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if cast is None else torch.promote_types(dtype, cast)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Returns a context without autocast, which refuses to join tensors in the half precision that is not its own."""
-    return torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else nullcontext()
+def join(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Works as `torch.cat`, which autocast refuses for tensors in the half precision that is not its own."""
+    device = tensors[0].device
+    if autocast_dtype(device) is None:
+        return torch.cat(tensors, dim)
+    with torch.autocast(device.type, enabled=False):
+        return torch.cat(tensors, dim)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 Axes: B rows of a batch, N columns of an input (padding included), D hidden size.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,12 @@ class Call:
         self.checkpoint_function, self.checkpoint_segments = checkpoint_function, checkpoint_segments
         self._like: torch.Tensor | None = None
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Call":
+        """Returns the call with its inputs on a device, which accelerate requests of a module's arguments."""
+        moved = copy.copy(self)
+        moved.inputs, moved._like = self.inputs.to(device, non_blocking=non_blocking), None
+        return moved
+
     @classmethod
     def from_arguments(
         cls,
@@ -51,9 +58,9 @@ class Call:
         Raises `ValueError` if they do not fit together.
         """
         config, cache, use_cache = model.config, given["cache"], given["use_cache"]
-        inputs = check_input(config, given, labels, logits_to_keep)
         config.check(len(model.layers))  # fields may have been set since the last call
         check_shares(config, model.layers_in_use)
+        inputs = check_input(config, given, labels, logits_to_keep)
         check_activated_lora(model)
         if use_cache is None:
             use_cache = config.use_cache and labels is None and not model.training

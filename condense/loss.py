@@ -195,5 +195,5 @@ class _WithWeights(torch.autograd.Function):
 
 
 def _token_losses(head, hidden_nD, target_n):
-    dtype = torch.promote_types(hidden_nD.dtype, torch.float32)
-    return F.cross_entropy(apply_linear(head, hidden_nD).to(dtype), target_n, reduction="none")
+    dtype, logits_nV = torch.promote_types(hidden_nD.dtype, torch.float32), apply_linear(head, hidden_nD)
+    return F.cross_entropy(logits_nV.to(dtype), target_n.to(logits_nV.device), reduction="none")

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from .cache_argument import CACHE_NAMES
 from .card import write_card
+from .checks import check_shares
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .execution.checkpointing import non_reentrant, offload_checkpoint
 from .files import use_default_mode
@@ -48,7 +49,13 @@ class CondensePreTrainedModel(PreTrainedModel):
         return model
 
     def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
-        """Extends transformers' method: adds a card, and lets others read the files as far as the umask allows."""
+        """Extends transformers' method: adds a card, and lets others read the files as far as the umask allows.
+
+        Raises `ValueError` for a configuration that calls refuse, because the model was not made with it.
+        """
+        layers = self.base_model.layers
+        self.config.check(len(layers))
+        check_shares(self.config, layers)
         # The names are the checkpoint's own. transformers would undo how it read quantized weights, which it can't.
         options.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, is_main_process, *arguments, **options)

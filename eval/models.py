@@ -99,6 +99,8 @@ class StoredModel(EvaluatedModel):
 def _share(config: Any) -> dict[str, Any]:
     """Returns the memory's share of a layer's output, unless the memory is all of it."""
     share = getattr(config, "memory_share", 1)
+    if isinstance(share, list) and len(set(share)) == 1:
+        (share,) = set(share)
     return {} if share == 1 else {"memory_share": share}
 
 

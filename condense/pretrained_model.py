@@ -33,8 +33,14 @@ class CondensePreTrainedModel(PreTrainedModel):
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
         have the wrong shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns
         the report for the caller to check. Other libraries can't load a model that was just folded: see `source_name`.
+        A GGUF file is refused.
         """
         source = pretrained_model_name_or_path
+        if (file := options.get("gguf_file")) is not None:
+            raise ValueError(
+                f"gguf_file={file!r}: transformers reads GGUF files into its own models only. Load the stock model "
+                "with quantization_config=GgufConfig(dequantize=True), save_pretrained() it, and fold that folder."
+            )
         if options.pop("output_loading_info", False):
             model, report = super().from_pretrained(source, *model_args, output_loading_info=True, **options)
             check_name(model, source, options)

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from .checks import check_not_quantized
 from .extras import check_installed
 from .loading import ADAPTER_CONFIG, check_finite, check_safetensors, first_line, read_object
 
@@ -85,8 +86,9 @@ def merge_adapters(model: Any, folder: Path) -> Any:
     """Merges a folder's adapters into the model's weights, in its dtype: for LoRA, W + (alpha / rank) B A.
 
     A tied head is untied if the adapters change it and the embedding differently. Raises `ValueError` for adapters that
-    belong to another model or can't be merged, and if merged weights are not finite.
+    belong to another model or can't be merged, for quantized weights, and if merged weights are not finite.
     """
+    check_not_quantized(model.config, f"--merge {folder}")
     dtype, tied = model.dtype, model.config.tie_word_embeddings
     own = set(model.parameters())
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 Axes: B rows of a batch, N columns of an input (padding included), D hidden size.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from .execution.checkpointing import CheckpointFunction
 from .peft_support import check_activated_lora
 from .segmentation import UnpaddedBatch
 from .token_inputs import TokenInputs
+from .transforms import hidden_dtype
 
 
 class Call:
@@ -37,6 +39,12 @@ class Call:
         self.checkpoint_function, self.checkpoint_segments = checkpoint_function, checkpoint_segments
         self._like: torch.Tensor | None = None
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Call":
+        """Returns the call with its inputs on a device, which accelerate requests of a module's arguments."""
+        moved = copy.copy(self)
+        moved.inputs, moved._like = self.inputs.to(device, non_blocking=non_blocking), None
+        return moved
+
     @classmethod
     def from_arguments(
         cls,
@@ -50,9 +58,9 @@ class Call:
         Raises `ValueError` if they do not fit together.
         """
         config, cache, use_cache = model.config, given["cache"], given["use_cache"]
-        inputs = check_input(config, given, labels, logits_to_keep)
         config.check(len(model.layers))  # fields may have been set since the last call
         check_shares(config, model.layers_in_use)
+        inputs = check_input(config, given, labels, logits_to_keep)
         check_activated_lora(model)
         if use_cache is None:
             use_cache = config.use_cache and labels is None and not model.training
@@ -72,20 +80,21 @@ class Call:
 
         `weight` gives device and dtype; under ZeRO-3 its shape may be that of a shard.
         """
+        like = self.like_hidden(weight)
         if self.cache is not None and self.cache.last_hidden_BD is not None:
-            return self.cache.last_hidden_BD
-        return self.like_hidden(weight).new_zeros(self.batch.batch_size, hidden_size)
+            return self.cache.last_hidden_BD.to(like.dtype)  # autocast may have begun since
+        return like.new_zeros(self.batch.batch_size, hidden_size)
 
     def like_hidden(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with the device and the dtype of hidden states: the given embeddings, or else a weight.
+        """Returns an empty tensor with the device and the dtype of hidden states, which follow from the given
+        embeddings, or else from a weight.
 
         A weight that accelerate keeps in host memory or on disk between its uses is on the device "meta".
         """
         if self._like is None:
-            if self.inputs.is_floating_point():
-                self._like = self.inputs
-            else:
-                self._like = self.inputs.new_empty(0, dtype=weight.dtype) if weight.is_meta else weight
+            given = self.inputs if self.inputs.is_floating_point() else weight
+            device = self.inputs.device if given.is_meta else given.device
+            self._like = torch.empty(0, dtype=hidden_dtype(given.dtype, device), device=device)
         return self._like
 
     def end(self) -> None:

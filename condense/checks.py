@@ -27,6 +27,24 @@ def check_dtype(name: str) -> None:
     check_choice("dtype", name, DTYPES)
 
 
+def quantization_of(config: Any) -> str | None:
+    """Returns the name of the method that a model's weights are quantized by; None if they are not."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method", "unknown") if isinstance(found, Mapping) else found.quant_method
+    return str(getattr(method, "value", method))
+
+
+def check_not_quantized(config: Any, action: str) -> None:
+    """Raises `ValueError` for a model with quantized weights, which `action` can't compute with."""
+    if (method := quantization_of(config)) is not None:
+        raise ValueError(
+            f"{action}: the model's weights are quantized ({method}). Do this with the model in full precision that "
+            "they were made from, and quantize the result when it is loaded."
+        )
+
+
 def check_attention_name(name: str) -> None:
     """Raises `ValueError` for an implementation of attention that does not exist."""
     check_choice("attn_implementation", name, ATTENTION_IMPLEMENTATIONS)

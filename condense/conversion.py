@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from .checks import check_not_quantized
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .families import family_of
 from .modeling import CondenseForCausalLM
@@ -17,8 +18,9 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
     becomes a `LlamaForCausalLM`, a folded Qwen3 a `Qwen3ForCausalLM`.
 
     It has the same attention implementation; transformers' default replaces "auto" and "blocked". Raises `ValueError`
-    for a model with a depth block.
+    for a model with a depth block, and for quantized weights.
     """
+    check_not_quantized(model.config, "conversion to a stock model")
     if model.config.depth is not None:
         raise ValueError(
             "a stock model has no depth block: convert the model that had all of its layers, or make the stock hybrid "

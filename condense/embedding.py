@@ -1,11 +1,14 @@
 """The input of the first layer, with gradients for several chunks at once.
 
-Embeddings need no memory, and each use's gradient is as large as all weights, so chunks are embedded together.
+Embeddings need no memory, and each use's gradient is as large as all weights, so chunks are embedded together. A call
+of an embedding with hooks, or of another module in its place, has the whole input, as in a stock model: the noise of
+NEFTune depends on the length of the text.
 
 Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding included), T tokens of a chunk, D hidden
 size, x tokens of consecutive chunks.
 """
 
+import copy
 from collections import deque
 from collections.abc import Iterable
 
@@ -14,19 +17,25 @@ from torch import nn
 
 from .segmentation import Chunk, UnpaddedBatch
 from .shared_weights import summed_embedding, sums_of
+from .transforms import hidden_dtype, is_plain
 
 EMBEDDED_TOKENS = 2**13  # at once, padding included: embeddings exist before they are needed
 
 
-class Embedding(nn.Embedding):
-    def forward(self, ids_x: torch.Tensor) -> torch.Tensor:
-        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
-        sums = sums_of(self.weight) if plain else None
-        return super().forward(ids_x) if sums is None else summed_embedding(sums, ids_x, self)
+def embed(embedding: nn.Embedding, ids_x: torch.Tensor) -> torch.Tensor:
+    """Returns the hidden states of ids, for one of a plain embedding's several uses."""
+    summable = embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+    sums = sums_of(embedding.weight) if summable else None
+    return as_hidden(embedding(ids_x) if sums is None else summed_embedding(sums, ids_x, embedding))
+
+
+def as_hidden(embeddings_xD: torch.Tensor) -> torch.Tensor:
+    """Returns embeddings in the dtype of hidden states."""
+    return embeddings_xD.to(hidden_dtype(embeddings_xD.dtype, embeddings_xD.device))
 
 
 class ChunkEmbedder:
-    """Embeds the requested chunks in the order of `chunks`; chunks may be left out.
+    """Embeds the requested chunks in the order of `chunks`, which are all of a call; chunks may be left out.
 
     `inputs` are token ids [B, N], or embeddings [B, N, D], which are used unchanged and do not need an `embedding`.
     """
@@ -34,21 +43,40 @@ class ChunkEmbedder:
     def __init__(
         self, embedding: nn.Module | None, inputs: torch.Tensor, batch: UnpaddedBatch, chunks: Iterable[Chunk]
     ):
-        self.embedding, self.inputs, self.batch = embedding, inputs, batch
+        self.embedding, self.batch = embedding, batch
         self._upcoming = deque(chunks)
         self._embedded: deque[tuple[Chunk, torch.Tensor]] = deque()
+        if not inputs.is_floating_point() and not is_plain(embedding, nn.Embedding):
+            assert embedding is not None, "a model without an embedding layer needs embeddings"
+            inputs = embedding(inputs)
+        self.inputs = as_hidden(inputs) if inputs.is_floating_point() else inputs
+        self._parts: dict[tuple[int, ...], torch.Tensor] = {}
+        if self.inputs.requires_grad and torch.is_grad_enabled():
+            parts = batch.split(self.inputs, list(self._upcoming))
+            self._parts = {tuple(chunk.starts): part for chunk, part in zip(self._upcoming, parts, strict=True)}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of the hidden states."""
+        if self.inputs.is_floating_point():
+            return self.inputs.dtype
+        assert isinstance(self.embedding, nn.Embedding)
+        return hidden_dtype(self.embedding.weight.dtype, self.inputs.device)
 
     def of(self, chunks: Iterable[Chunk]) -> "ChunkEmbedder":
         """Returns an embedder for these chunks of the call only."""
-        return ChunkEmbedder(self.embedding, self.inputs, self.batch, chunks)
+        part = copy.copy(self)
+        part._upcoming, part._embedded = deque(chunks), deque()
+        return part
 
     def __call__(self, chunk: Chunk) -> torch.Tensor:
         """Returns the input [R, T, D] of the first layer."""
         if self.inputs.is_floating_point():
-            return self.batch.gather(self.inputs, chunk)
+            part_RTD = self._parts.get(tuple(chunk.starts))  # no other chunk of a call begins there
+            return self.batch.gather(self.inputs, chunk) if part_RTD is None else part_RTD
         while self._embedded:
             embedded, hidden_RTD = self._embedded.popleft()
-            if embedded.starts == chunk.starts:  # no other chunk of a call begins there
+            if embedded.starts == chunk.starts:
                 return hidden_RTD
         while self._upcoming[0].starts != chunk.starts:
             self._upcoming.popleft()
@@ -57,22 +85,16 @@ class ChunkEmbedder:
 
     def _embed_next(self) -> None:
         """Embeds the next chunk and, with gradients, all directly following chunks with the same rows that fit."""
-        assert self.embedding is not None
+        assert isinstance(self.embedding, nn.Embedding)
         first = self._upcoming[0]
-        # Under ZeRO-3 all ranks must use the weight equally often, whichever rows end first.
-        is_single = not torch.is_grad_enabled() or any(hasattr(one, "ds_id") for one in self.embedding.parameters())
-        room = max(0 if is_single else EMBEDDED_TOKENS // len(first.rows), first.width)
+        room = max(EMBEDDED_TOKENS // len(first.rows) if torch.is_grad_enabled() else 0, first.width)
         block = []
         while self._upcoming and self._upcoming[0].rows == first.rows and self._upcoming[0].width <= room:
             block.append(self._upcoming.popleft())
             room -= block[-1].width
         parts = [self.batch.gather(self.inputs, chunk) for chunk in block]
         if len(parts) == 1:
-            self._embedded.append((first, self._embed(parts[0])))
+            self._embedded.append((first, embed(self.embedding, parts[0])))
             return
-        hidden_RxD = self._embed(torch.cat(parts, dim=1))
+        hidden_RxD = embed(self.embedding, torch.cat(parts, dim=1))
         self._embedded.extend(zip(block, hidden_RxD.split([chunk.width for chunk in block], dim=1), strict=True))
-
-    def _embed(self, ids_Rx: torch.Tensor) -> torch.Tensor:
-        assert self.embedding is not None, "a model without an embedding layer needs embeddings"
-        return self.embedding(ids_Rx)

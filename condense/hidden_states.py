@@ -67,7 +67,7 @@ class LayerOutputs:
         self.thread = threading.get_ident()  # other threads may call the same model
         self.requested = model.config.output_hidden_states if requested is None else requested
         self.chunks: list[Chunk] = []
-        self.recorded: list[list[torch.Tensor]] = [[] for _ in range(len(model.layers) + 1)]
+        self.recorded: list[list[torch.Tensor]] = [[] for _ in range(len(model.layers_in_use) + 1)]
         schedule = model.config.schedule
         if self.requested and (call.checkpoint_function is not None or schedule in ("wavefront", "graph")):
             other = "gradient checkpointing" if call.checkpoint_function is not None else f"schedule={schedule!r}"
@@ -78,7 +78,7 @@ class LayerOutputs:
     def __enter__(self) -> "LayerOutputs":
         if self.requested:
             *inputs, last = self.recorded
-            for layer, recorded in zip(self.model.layers, inputs, strict=True):
+            for layer, recorded in zip(self.model.layers_in_use, inputs, strict=True):
                 self.hooks.append(layer.register_forward_pre_hook(partial(self._record_input, recorded)))
             self.hooks.append(self.model.norm.register_forward_hook(partial(self._record_output, last)))
         return self

@@ -32,10 +32,11 @@ from .kernels.rms_norm import add_rms_norm, input_and_rms_norm, takes_norm_kerne
 from .kernels.rms_norm import rms_norm as fused_rms_norm
 from .kernels.rotary import rotate
 from .kernels.swiglu import silu_product
-from .linear import Linear
+from .linear import apply_linear
 from .memory import KeyValueState, Memory
 from .segmentation import Chunk
 from .shared_weights import collects_rows, used
+from .transforms import has_hooks, is_plain
 
 
 class RMSNorm(nn.Module):
@@ -55,7 +56,7 @@ class RMSNorm(nn.Module):
 
     def after_input(self, hidden_RTD: torch.Tensor, places: Places = NEW) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the input, whose further uses then add their gradients in the norm's kernel, and its norm."""
-        if self._is_changed or not takes_norm_kernel(hidden_RTD, self.weight):
+        if not is_plain(self, RMSNorm) or not takes_norm_kernel(hidden_RTD, self.weight):
             return hidden_RTD, self(hidden_RTD)
         return input_and_rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon, places)
 
@@ -63,15 +64,10 @@ class RMSNorm(nn.Module):
         self, hidden_RTD: torch.Tensor, residual_RTD: torch.Tensor, places: Places = NEW
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the sum of two tensors, and its norm."""
-        if self._is_changed or not takes_norm_kernel(hidden_RTD, self.weight):
+        if not is_plain(self, RMSNorm) or not takes_norm_kernel(hidden_RTD, self.weight):
             sum_RTD = hidden_RTD + residual_RTD
             return sum_RTD, self(sum_RTD)
         return add_rms_norm(hidden_RTD, residual_RTD, used(self.weight), self.variance_epsilon, places)
-
-    @property
-    def _is_changed(self) -> bool:
-        is_watched = has_hooks(self) or torch.nn.modules.module._has_any_global_hook()
-        return is_watched or "forward" in self.__dict__ or type(self).forward is not RMSNorm.forward
 
 
 def norm_of_input(norm: nn.Module, hidden_RTD: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,20 +103,15 @@ def llama_rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float
     return weight * (wide_xD * scale_x1).to(hidden_xD.dtype)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
-
-
 def is_one_operation(hidden_RTD: torch.Tensor) -> bool:
     """Returns whether `F.rms_norm` computes a norm."""
     return hidden_RTD.is_cuda or (hidden_RTD.dtype == torch.float32 and not torch.is_grad_enabled())
 
 
 def project(input_RTD: torch.Tensor, *linears: nn.Module) -> list[torch.Tensor]:
-    """Returns the outputs of several linear maps of one input; maps of a stack share the gradient of the input."""
+    """Returns the outputs of linear maps of one input; maps of a stack share the gradient of the input."""
     joint = getattr(linears[0], "joint", None)
-    return [linear(input_RTD) for linear in linears] if joint is None else joint(linears, input_RTD)
+    return [apply_linear(one, input_RTD) for one in linears] if joint is None else joint(linears, input_RTD)
 
 
 def rows_for(module: nn.Module, name: str, like_RTx: torch.Tensor, of_gradients: bool = False) -> Rows | None:
@@ -138,9 +129,9 @@ class MLP(nn.Module):
     def __init__(self, config: CondenseConfig):
         super().__init__()
         hidden_size, intermediate_size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.act_fn = ACT2FN[config.hidden_act]
         self.has_silu = config.hidden_act == "silu"
 
@@ -149,8 +140,11 @@ class MLP(nn.Module):
         if self.has_silu and not has_hooks(self.act_fn):
             rows = rows_for(self, "down_proj", gate_RTF)
             gradient_rows = rows_for(self, "gate_proj", gate_RTF, of_gradients=True)
-            return self.down_proj(silu_product(gate_RTF, up_RTF, rows, gradient_rows))
-        return self.down_proj(self.act_fn(gate_RTF) * up_RTF)
+            product_RTF = silu_product(gate_RTF, up_RTF, rows, gradient_rows)
+        else:
+            product_RTF = self.act_fn(gate_RTF) * up_RTF
+        (output_RTD,) = project(product_RTF, self.down_proj)
+        return output_RTD
 
 
 class CondenseAttention(nn.Module):
@@ -161,10 +155,10 @@ class CondenseAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         hidden_size, family = config.hidden_size, family_of(config)
         input_bias, output_bias = family.biases(config)
-        self.q_proj = Linear(hidden_size, config.num_attention_heads * self.head_dim, bias=input_bias)
-        self.k_proj = Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
-        self.v_proj = Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
-        self.o_proj = Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=output_bias)
+        self.q_proj = nn.Linear(hidden_size, config.num_attention_heads * self.head_dim, bias=input_bias)
+        self.k_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
+        self.v_proj = nn.Linear(hidden_size, config.num_key_value_heads * self.head_dim, bias=input_bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden_size, bias=output_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else None
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps) if family.query_key_norms else None
 
@@ -199,7 +193,8 @@ class CondenseAttention(nn.Module):
         query_RHTE, value_RGTE = self._heads(query_RTx, self.q_norm), self._heads(value_RTx)
         key_RGTE = self._heads(key_RTx, self.k_norm)
         gradient_rows = self.gradient_rows("q_proj", normed_RTD)
-        output_RTD = self.o_proj(self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata, gradient_rows))
+        attended_RTx = self._attend(query_RHTE, key_RGTE, value_RGTE, key_values, metadata, gradient_rows)
+        (output_RTD,) = project(attended_RTx, self.o_proj)
         if not remembers_input:
             return output_RTD, None
         return output_RTD, Memory(rotate(key_RGTE, metadata.memory_rotary), value_RGTE)

@@ -1,4 +1,6 @@
-"""Linear maps; oneDNN computes their larger products in float32 on a CPU.
+"""Linear maps: their weights' gradients are summed in float32, and oneDNN computes larger float32 products on a CPU.
+
+The modules are torch's own `nn.Linear`: libraries that quantize, convert or count modules look for exactly this type.
 
 torch computes float32 products with MKL. oneDNN, which torch also contains, was faster for them on the processor that
 we measured (docs/results/products), especially for the few rows of a segment.
@@ -7,14 +9,16 @@ Axes: x any size, I and O input and output widths.
 """
 
 import platform
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .shared_weights import product_dtype, summed_linear, sums_of
-from .transforms import is_transformed
+from .transforms import is_plain, is_transformed
 
 ONEDNN_MULTIPLICATIONS = 2**26  # from here on oneDNN is faster: docs/results/products
 HAS_ONEDNN = (
@@ -24,9 +28,22 @@ HAS_ONEDNN = (
 )
 
 
-class Linear(nn.Linear):
-    def forward(self, input_xI: torch.Tensor) -> torch.Tensor:
-        return linear(input_xI, self.weight, self.bias)
+def apply_linear(module: Callable[[torch.Tensor], torch.Tensor], input_xI: torch.Tensor) -> torch.Tensor:
+    """Returns `module(input_xI)`, the product of a linear map computed by `linear`. Another module may be in the place
+    of a linear map, such as an adapter or a quantized map: it has products of its own."""
+    if is_plain(module, nn.Linear):
+        return linear(input_xI, module.weight, module.bias)
+    if type(module) is not nn.Linear or is_transformed():
+        return module(input_xI)
+    with _OwnProducts():  # its hooks must be called
+        return module(input_xI)
+
+
+class _OwnProducts(TorchFunctionMode):
+    """Computes `F.linear` by `linear`."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        return (linear if function is F.linear else function)(*arguments, **options or {})
 
 
 def linear(input_xI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
@@ -154,11 +155,24 @@ def check_loading_report(source: str | Path, report: Mapping[str, Collection], i
 def check_finite(model: PreTrainedModel, source: str, remedy: str) -> None:
     """Raises `ValueError` naming the first weight of a model with values that are not finite."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.is_floating_point() or parameter.itemsize < 2:
-            continue
-        accurate = torch.promote_types(parameter.dtype, torch.float32)
-        if not torch.isfinite(parameter.detach().sum(dtype=accurate)):  # does not copy the weight
+        if not all(map(_is_finite, inner_tensors(parameter.detach()))):
             raise ValueError(f"{source}: {name} holds values that are not finite. {remedy}")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
+        return True
+    accurate = torch.promote_types(tensor.dtype, torch.float32)
+    return bool(torch.isfinite(tensor.sum(dtype=accurate)))  # does not copy the weight
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the tensors that a quantized or sharded weight consists of, which may not have all operations itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from inner_tensors(getattr(tensor, name))
 
 
 def _check_folder(folder: Path) -> None:
@@ -258,7 +272,8 @@ def _check_hub(source: str) -> None:
 def _refusal(source: str | Path, error: Exception) -> ValueError:
     if type(error) is ValueError and "\n" not in str(error):
         return error  # one sentence already
-    return ValueError(f"model {str(source)!r} can't be loaded ({first_line(error)}): correct or replace its files.")
+    remedy = "install what it needs" if isinstance(error, ImportError) else "correct or replace its files"
+    return ValueError(f"model {str(source)!r} can't be loaded ({first_line(error)}): {remedy}.")
 
 
 def first_line(error: BaseException) -> str:

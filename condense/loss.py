@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .configuration import IGNORE_INDEX
 from .host_copy import HostCopy
+from .linear import apply_linear
 from .loss_gradient import head_gradients
 from .segmentation import Chunk, UnpaddedBatch, on_device
 from .shared_weights import for_recomputation
@@ -194,5 +195,5 @@ class _WithWeights(torch.autograd.Function):
 
 
 def _token_losses(head, hidden_nD, target_n):
-    dtype = torch.promote_types(hidden_nD.dtype, torch.float32)
-    return F.cross_entropy(head(hidden_nD).to(dtype), target_n, reduction="none")
+    dtype, logits_nV = torch.promote_types(hidden_nD.dtype, torch.float32), apply_linear(head, hidden_nD)
+    return F.cross_entropy(logits_nV.to(dtype), target_n.to(logits_nV.device), reduction="none")

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from .kernels.cross_entropy import cross_entropy_and_gradient
-from .layers import RMSNorm, has_hooks, rms_norm
-from .linear import Linear, linear
+from .layers import RMSNorm, rms_norm
+from .linear import linear
 from .products import add_product
 from .shared_weights import active_weights, may_be_summed
-from .transforms import autocast_dtype, is_transformed
+from .transforms import autocast_dtype, has_hooks, is_transformed
 from .weight_sum import WeightSum, sum_dtype
 
 # Each part reads and writes the head's gradient sum, and has nothing else of the logits' size.
@@ -108,11 +108,11 @@ class HeadGradients:
 
 
 def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradients | None:
-    """Returns None if autograd must be used: not a plain Linear, hooks, float16, whose loss is scaled before numbers
-    are rounded, autocast, which would keep a cast weight for each call, torch.compile, torch.func."""
-    if is_transformed() or not isinstance(head, nn.Linear) or type(head) not in (nn.Linear, Linear):
+    """Returns None if autograd must be used: not a plain `nn.Linear`, hooks, float16, whose loss is scaled before
+    numbers are rounded, autocast, which would keep a cast weight for each call, torch.compile, torch.func."""
+    if is_transformed() or type(head) is not nn.Linear or not _is_plain(head):
         return None
-    if not _is_plain(head) or not (norm is None or (type(norm) is RMSNorm and _is_plain(norm))):
+    if norm is not None and not (type(norm) is RMSNorm and _is_plain(norm)):
         return None
     if "weight" not in head._parameters or head.weight.dtype == torch.float16:
         return None
@@ -120,7 +120,7 @@ def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradien
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Returns whether the parameters are plain: replicas and sharded or parametrized modules have others."""
+    """Returns whether the parameters are plain: replicas and sharded, parametrized or quantized modules have others."""
     if "forward" in module.__dict__ or has_hooks(module):
         return False
     return all(type(weight) in (nn.Parameter, type(None)) for weight in module._parameters.values())

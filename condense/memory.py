@@ -11,6 +11,7 @@ import torch
 from .configuration import CondenseConfig
 from .durations import Timeline
 from .segmentation import Chunk, SegmentPositions
+from .transforms import join
 
 
 class KeyValueState(Protocol):
@@ -41,7 +42,7 @@ class Memory(NamedTuple):
     value_RGKE: torch.Tensor
 
     def extend(self, key_RGTE, value_RGTE, chunk):
-        return torch.cat([self.key_RGKE, key_RGTE], dim=2), torch.cat([self.value_RGKE, value_RGTE], dim=2)
+        return join([self.key_RGKE, key_RGTE], dim=2), join([self.value_RGKE, value_RGTE], dim=2)
 
     def memory(self, chunk):
         return self
@@ -63,7 +64,7 @@ class Memory(NamedTuple):
 
     def append(self, other: "Memory") -> "Memory":
         """Joins the rows of both."""
-        return Memory(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
+        return Memory(*(join(pair) for pair in zip(self, other, strict=True)))
 
 
 class RecurrentState(Protocol):

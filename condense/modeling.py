@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
@@ -20,14 +19,14 @@ from .call import Call
 from .checks import check_attention_name, check_unused
 from .configuration import CondenseConfig
 from .decoder_stack import DecoderBlock, decoder_stack
-from .embedding import ChunkEmbedder, Embedding
-from .execution import default_checkpoint_segments, make_executor, schedule_for
+from .embedding import ChunkEmbedder
+from .execution import default_checkpoint_segments, is_sharded, make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import LayerOutputs
 from .layers import RMSNorm
-from .linear import Linear
+from .linear import apply_linear
 from .memory import RecurrentState, TransientState
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
@@ -39,6 +38,19 @@ from .source_name import name_as_in_memory
 from .token_inputs import TokenInputs
 
 
+class PreparedCall:
+    """A call that a model around a `CondenseModel` runs there. `is_sharded`: see `execution.is_sharded`.
+
+    Not a tuple or a dataclass: hooks of a module look for tensors and modules in these, and move or watch them.
+    """
+
+    def __init__(self, call: Call, accumulated: OutputAccumulator, is_sharded: bool):
+        self.call, self.accumulated, self.is_sharded = call, accumulated, is_sharded
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "PreparedCall":
+        return PreparedCall(self.call.to(device, non_blocking), self.accumulated, self.is_sharded)
+
+
 class CondenseModel(CondensePreTrainedModel):
     """Embedding, decoder layers and final norm of a Llama, with recurrence over segments."""
 
@@ -48,7 +60,7 @@ class CondenseModel(CondensePreTrainedModel):
         super().__init__(config)
         config.check()  # fields may have been set one by one since the config was made
         check_attention_name(config._attn_implementation)
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = decoder_stack(config)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
@@ -75,18 +87,17 @@ class CondenseModel(CondensePreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        _prepared: tuple[Call, OutputAccumulator, PreTrainedModel] | None = None,
+        _prepared: "PreparedCall | None" = None,
         **unused: Any,
     ) -> Any:
         """Returns the final hidden states [B, N, D] of N further tokens of each row; see `CondenseForCausalLM.forward`.
 
         A model around this one runs its call here, because this model's hooks must be called: FSDP's hooks gather its
-        weights. `_prepared` are the arguments of `run`.
+        weights.
         """
         if _prepared is not None:
-            call, accumulated, root = _prepared
-            self.run(call, accumulated, root)
-            return accumulated.tensors()  # FSDP gathers the weights again when their gradients come
+            self.run(_prepared)
+            return _prepared.accumulated.tensors()  # FSDP gathers the weights again when their gradients come
         given = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "cache": cache, "inputs_embeds": inputs_embeds, "durations": durations,
@@ -100,18 +111,16 @@ class CondenseModel(CondensePreTrainedModel):
         previous_BD = call.previous_last_hidden(self.norm.weight, self.config.hidden_size)
         with LayerOutputs(self, call, output_hidden_states) as layer_outputs:
             accumulated = OutputAccumulator(self.norm, None, 0, call, None, call.batch.num_columns)
-            self.run(call, accumulated, self)
+            self.run(PreparedCall(call, accumulated, is_sharded(self)))
         last_BND = accumulated.last_hidden(previous_BD)
         output = CondenseModelOutput(last_BND, call.cache, layer_outputs.hidden_states(previous_BD))
         output.function_evaluations = call.token_inputs.evaluations.collect()
         call.end()
         return output if return_dict is not False else output.to_tuple()
 
-    def run(self, call: Call, accumulated: OutputAccumulator, root: PreTrainedModel) -> None:
-        """Runs the call chunk by chunk. The chunks' outputs are added to `accumulated`, in order.
-
-        `root` is the called model: this model, or a model around it.
-        """
+    def run(self, prepared: "PreparedCall") -> None:
+        """Runs the call chunk by chunk. The chunks' outputs are added to `accumulated`, in order."""
+        call, accumulated = prepared.call, prepared.accumulated
         inputs, batch, cache = call.inputs, call.batch, call.cache
         like = call.like_hidden(self.norm.weight)
         new = TransientState.empty(batch.batch_size, self.config)
@@ -121,12 +130,14 @@ class CondenseModel(CondensePreTrainedModel):
         segments = (call.checkpoint_segments or 1) if checkpointing else None
         layers = self.layers_in_use
         embedding = getattr(self, "embed_tokens", None)
-        hidden_dtype = (inputs if inputs.is_floating_point() else getattr(embedding, "weight", like)).dtype
-        schedule = schedule_for(root, layers, batch.lengths, state, segments, timeline is not None, hidden_dtype)
+        embed = ChunkEmbedder(embedding, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
+        sharded = prepared.is_sharded or is_sharded(self)
+        schedule = schedule_for(
+            self.config, layers, batch.lengths, state, segments, timeline is not None, embed.dtype, sharded
+        )
         state.timeline = timeline  # all checks are done: the state may change
 
         metadata = self.metadata_builder(like, batch, state, call.token_inputs, cache is not None, checkpointing)
-        embed = ChunkEmbedder(embedding, inputs, batch, deepcopy(state.positions).chunks(batch.lengths))
         if call.checkpoint_segments is None and schedule.stack is not None:
             cell_tokens = batch.batch_size * self.config.segment_length
             segments = default_checkpoint_segments(self.config, cell_tokens, like.element_size())
@@ -208,7 +219,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
     def __init__(self, config: CondenseConfig):
         super().__init__(config)
         self.model = CondenseModel(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @takes_past_key_values
@@ -298,7 +309,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             accumulated = OutputAccumulator(
                 self.model.norm, self.lm_head, self.config.vocab_size, call, labels, num_kept
             )
-            accumulated.replace_tensors(self.model(_prepared=(call, accumulated, self)))
+            accumulated.replace_tensors(self.model(_prepared=PreparedCall(call, accumulated, is_sharded(self))))
         output = accumulated.build_output(previous_BD, num_items_in_batch)
         setattr(output, CACHE, call.cache)
         output.hidden_states = layer_outputs.hidden_states(previous_BD)
@@ -327,6 +338,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             return documents.pack_output(self.forward(**unpacked))
         # The head sees no padding between documents.
         read = documents.pack_output(self.model(**{name: unpacked[name] for name in given}))
-        output = CondenseOutput(logits=self.lm_head(read.last_hidden_state), hidden_states=read.hidden_states)
+        output = CondenseOutput(
+            logits=apply_linear(self.lm_head, read.last_hidden_state), hidden_states=read.hidden_states
+        )
         output.function_evaluations = read.function_evaluations
         return output

@@ -15,9 +15,10 @@ from .call import Call
 from .execution.checkpointing import storage_of
 from .execution.executor import ChunkOutput
 from .hidden_states import HiddenStateAccumulator
-from .layers import has_hooks
+from .linear import apply_linear
 from .loss import LossAccumulator, Targets
 from .segmentation import Chunk
+from .transforms import has_hooks
 
 
 @dataclass
@@ -119,5 +120,5 @@ class OutputAccumulator:
             output.segment_targets = torch.tensor([self.loss.targets.number_in(chunk) for chunk in self.chunks])
         if self.hidden is not None:
             assert self.head is not None
-            output.logits = self.head(self.last_hidden(previous_last_hidden_BD))
+            output.logits = apply_linear(self.head, self.last_hidden(previous_last_hidden_BD))
         return output

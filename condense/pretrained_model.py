@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from .cache_argument import CACHE_NAMES
 from .card import write_card
+from .checks import check_shares
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .execution.checkpointing import non_reentrant, offload_checkpoint
 from .files import use_default_mode
@@ -32,8 +33,14 @@ class CondensePreTrainedModel(PreTrainedModel):
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
         have the wrong shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns
         the report for the caller to check. Other libraries can't load a model that was just folded: see `source_name`.
+        A GGUF file is refused.
         """
         source = pretrained_model_name_or_path
+        if (file := options.get("gguf_file")) is not None:
+            raise ValueError(
+                f"gguf_file={file!r}: transformers reads GGUF files into its own models only. Load the stock model "
+                "with quantization_config=GgufConfig(dequantize=True), save_pretrained() it, and fold that folder."
+            )
         if options.pop("output_loading_info", False):
             model, report = super().from_pretrained(source, *model_args, output_loading_info=True, **options)
             check_name(model, source, options)
@@ -48,7 +55,15 @@ class CondensePreTrainedModel(PreTrainedModel):
         return model
 
     def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
-        """Extends transformers' method: adds a card, and lets others read the files as far as the umask allows."""
+        """Extends transformers' method: adds a card, and lets others read the files as far as the umask allows.
+
+        Raises `ValueError` for a configuration that calls refuse, because the model was not made with it.
+        """
+        layers = self.base_model.layers
+        self.config.check(len(layers))
+        check_shares(self.config, layers)
+        # The names are the checkpoint's own. transformers would undo how it read quantized weights, which it can't.
+        options.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, is_main_process, *arguments, **options)
         use_default_mode(Path(save_directory))
         if is_main_process and not getattr(self, "_hf_peft_config_loaded", False):  # else they are adapters

@@ -12,7 +12,7 @@ Axes: B rows of a batch, R rows of a chunk, N columns of an input (padding inclu
 length, n tokens of a chunk without padding, 1 a broadcast axis.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -159,11 +159,26 @@ class UnpaddedBatch:
         """
         if (columns := self.shared_columns(chunk)) is not None:
             return tensor_BN[:, columns]
+        rows_R1, columns_RT = self._places(chunk)
+        return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]
+
+    def split(self, tensor_BN: torch.Tensor, chunks: Sequence[Chunk]) -> Sequence[torch.Tensor]:
+        """Returns the parts that `gather` returns, for all chunks of a call in order. Autograd joins their gradients
+        once; the gradient of each part of `gather` alone is as large as the whole tensor."""
+        if all(self.shared_columns(chunk) is not None for chunk in chunks):
+            return tensor_BN.split([chunk.width for chunk in chunks], dim=1)
+        places = [self._places(chunk) for chunk in chunks]
+        row_n = torch.cat([rows_R1.expand_as(columns_RT).flatten() for rows_R1, columns_RT in places])
+        column_n = torch.cat([columns_RT.flatten() for _, columns_RT in places])
+        gathered_n = tensor_BN[on_device(row_n, tensor_BN.device), on_device(column_n, tensor_BN.device)]
+        parts = gathered_n.split([columns_RT.numel() for _, columns_RT in places])
+        return [part_n.unflatten(0, columns_RT.shape) for part_n, (_, columns_RT) in zip(parts, places, strict=True)]
+
+    def _places(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the row [R, 1] and the column [R, T] of each token of a chunk; after a row's tokens, of its last."""
         rows_R1, starts_R1, counts_R1 = torch.tensor([chunk.rows, chunk.starts, chunk.counts])[..., None]
         columns_RT = starts_R1 + torch.arange(chunk.width).minimum(counts_R1 - 1)
-        if self.mask_BN is not None:
-            columns_RT = self.columns_BN[rows_R1, columns_RT]
-        return tensor_BN[on_device(rows_R1, tensor_BN.device), on_device(columns_RT, tensor_BN.device)]
+        return rows_R1, columns_RT if self.mask_BN is None else self.columns_BN[rows_R1, columns_RT]
 
     def last_token_indices(self) -> torch.Tensor:
         """Returns [B, N] on the CPU: the index of the row's last token up to each column; -1 before the first token."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .products import add_product, add_products
+from .transforms import join
 
 
 class WeightSum:
@@ -66,7 +67,7 @@ class WeightSum:
             total = given if total is None else total.add_(given)
         if rows:
             total = torch.zeros_like(self.weights[0]) if total is None else total
-            row_n, sum_nD = _sums_by_row(*map(torch.cat, zip(*rows, strict=True)))
+            row_n, sum_nD = _sums_by_row(*map(join, zip(*rows, strict=True)))
             total.index_add_(0, row_n, sum_nD.to(total.dtype))
         if total is None:
             return [None] * len(self.weights)

@@ -17,7 +17,7 @@ from condense.cache_argument import cache_of
 from condense.checks import check_attention, check_dtype
 from condense.fingerprint import fingerprint
 from condense.generation import RefuseNonFiniteLogits
-from condense.loading import check_source, load_config, load_model, load_tokenizer
+from condense.loading import check_source, inner_tensors, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
 
 from .decode_state import state_bytes
@@ -105,6 +105,8 @@ class StoredModel(EvaluatedModel):
 def _share(config: Any) -> dict[str, Any]:
     """Returns the memory's share of a layer's output, unless the memory is all of it."""
     share = getattr(config, "memory_share", 1)
+    if isinstance(share, list) and len(set(share)) == 1:
+        (share,) = set(share)
     return {} if share == 1 else {"memory_share": share}
 
 
@@ -115,7 +117,8 @@ def _hash_of_weights(model: Any) -> str:
         with _weights_of(module):
             for name, parameter in module.named_parameters(recurse=False):
                 if f"{prefix}.{name}" not in tied:
-                    digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+                    for tensor in inner_tensors(parameter.detach()):
+                        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 

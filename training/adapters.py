@@ -1,4 +1,7 @@
-"""LoRA with PEFT: low-rank matrices beside frozen weights; only the matrices are trained."""
+"""LoRA with PEFT: low-rank matrices beside frozen weights; only the matrices are trained.
+
+Axes: x any size, I input width.
+"""
 
 import difflib
 from typing import TYPE_CHECKING, Any
@@ -7,10 +10,17 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from condense.linear import Linear
+from condense.linear import linear
 
 if TYPE_CHECKING:
     from .recipe import LoRA
+
+
+class SummedLinear(nn.Linear):
+    """A linear map of an adapter. It sums the gradients of all segments in float32, as the model's own maps do."""
+
+    def forward(self, input_xI: torch.Tensor) -> torch.Tensor:
+        return linear(input_xI, self.weight, self.bias)
 
 
 def check_targets(model: Any, lora: "LoRA") -> None:
@@ -32,6 +42,7 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
     other rows than the base's configuration says, which a model that was folded in memory has in no folder.
     """
     from peft import LoraConfig, PeftModelForCausalLM, get_peft_model
+    from peft.tuners.lora import LoraLayer
 
     class AdaptersAlone(PeftModelForCausalLM):
         def save_pretrained(self, save_directory, **options):
@@ -47,9 +58,11 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
     )
     adapted = get_peft_model(model, settings)
     adapted.__class__ = AdaptersAlone
-    for module in adapted.modules():
-        if type(module) is nn.Linear:  # to sum the gradients of all segments in float32, as the model's own maps do
-            module.__class__ = Linear
+    for layer in adapted.modules():
+        if isinstance(layer, LoraLayer):
+            for module in layer.modules():
+                if type(module) is nn.Linear:
+                    module.__class__ = SummedLinear
     return adapted
 
 

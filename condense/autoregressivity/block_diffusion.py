@@ -26,6 +26,7 @@ from torch import nn
 
 from ..attention import AttentionMask
 from ..configuration import IGNORE_INDEX, CondenseConfig
+from ..embedding import as_hidden
 from ..execution.executor import run_layers
 from ..loss import next_labels
 from ..memory import KeyValueState, Memory, TransientState
@@ -210,25 +211,26 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         """Returns the final hidden states [B, N, D] of the noisy stream."""
         model, (batch_size, num_columns) = self.model, input_ids_BN.shape
         layers: Any = model.layers
-        clean_BND = model.embed_tokens(input_ids_BN)
+        clean_BND = as_hidden(model.embed_tokens(input_ids_BN))
         noisy_BND = torch.where(masked_BN[..., None], self.mask_embedding.to(clean_BND), clean_BND)
         batch, state = UnpaddedBatch(batch_size, num_columns, None), TransientState.empty(batch_size, self.config)
         builder = model.metadata_builder(clean_BND, batch, state)
-        outputs = []
-        for chunk in state.positions.chunks(batch.lengths):
+        chunks, outputs = list(state.positions.chunks(batch.lengths)), []
+        streams = batch.split(clean_BND, chunks), batch.split(noisy_BND, chunks)
+        for chunk, clean_RTD, noisy_RTD in zip(chunks, *streams, strict=True):
             metadata = builder.build(chunk)
             key_values: list[Any] = [RecordedKeyValues(memory) for memory in state.key_values(chunk)]
-            _, memories = run_layers(layers, batch.gather(clean_BND, chunk), key_values, metadata)
+            _, memories = run_layers(layers, clean_RTD, key_values, metadata)
             if metadata.writes_memory:
                 state.write_memory(memories, chunk)
             mask = VisibleKeys(chunk, visible_TK=visible_to_blocks(chunk, self.config.block_length))
-            noisy_RTD, _ = run_layers(
+            output_RTD, _ = run_layers(
                 layers,
-                batch.gather(noisy_BND, chunk),
+                noisy_RTD,
                 [seen_by_layer.seen for seen_by_layer in key_values],
                 replace(metadata, mask=mask, writes_memory=False),
             )
-            outputs.append(noisy_RTD)
+            outputs.append(output_RTD)
         return model.norm(torch.cat(outputs, dim=1))
 
     def look_ahead(
@@ -244,7 +246,7 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         batch, state = UnpaddedBatch(batch_size, width, None), TransientState.empty(batch_size, self.config)
         state.positions.offsets, state.positions.segments = [offset] * batch_size, [int(num_seen > offset)] * batch_size
         chunk = next(state.positions.chunks(batch.lengths))
-        clean_BTD = model.embed_tokens(token_BT)
+        clean_BTD = as_hidden(model.embed_tokens(token_BT))
         noisy_BTD = torch.where(masked_BT[..., None], self.mask_embedding.to(clean_BTD), clean_BTD)
         builder = model.metadata_builder(clean_BTD, batch, state)
         mask = VisibleKeys(chunk, visible_TK=torch.ones(width, num_seen + width, dtype=torch.bool))

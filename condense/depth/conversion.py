@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from ..checks import check_not_quantized
 from ..modeling import CondenseForCausalLM
 from ..source_name import name_as_in_memory
 from .block import DepthBlock, DepthFlow, LayerField
@@ -37,11 +38,12 @@ def convert_to_depth(
 
     Changes a folded model and returns it. For a stock Llama, returns a new `DepthLlamaForCausalLM`, which shares the
     weights of the other layers. Raises `ValueError` for an empty range or one outside the stack, unknown settings, a
-    model that has a depth block, and a stock Llama with the field `layer`.
+    model that has a depth block, quantized weights, and a stock Llama with the field `layer`.
     """
     if not isinstance(model, CondenseForCausalLM | LlamaForCausalLM):
         raise ValueError(f"the model is a {type(model).__name__}: pass a CondenseForCausalLM or a LlamaForCausalLM.")
     config = model.config
+    check_not_quantized(config, f"a depth block in place of layers {first}:{end}")
     check_range(config, first, end)
     replaced = list(model.model.layers[first:end])
     chosen = initial_settings(first, end, field, **settings)

@@ -8,7 +8,7 @@ from ..memory import RecurrentState, TransientState
 from .checkpointing import CheckpointedExecutor, CheckpointFunction
 from .executor import Executor
 from .graph import SEGMENTS, GraphExecutor
-from .selection import Schedule, choose_schedule, default_checkpoint_segments, schedule_for
+from .selection import Schedule, choose_schedule, default_checkpoint_segments, is_sharded, schedule_for
 from .sequential import SequentialExecutor
 from .wavefront import WavefrontExecutor
 
@@ -46,6 +46,7 @@ __all__ = [
     "WavefrontExecutor",
     "choose_schedule",
     "default_checkpoint_segments",
+    "is_sharded",
     "make_executor",
     "schedule_for",
 ]

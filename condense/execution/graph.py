@@ -30,7 +30,7 @@ from .captured_groups import CapturedGroup, Flight, Group, captured_groups_of, p
 from .checkpointing import CheckpointFunction, storage_of
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import ChunkOutput, Executor
-from .stacking import REMEDY, Stack, stack_of
+from .stacking import REMEDY, Stack, check_stackable, stack_of
 from .static_sums import Begin, check_gradient
 
 SEGMENTS = 8  # of a group without gradients
@@ -165,6 +165,7 @@ def graph_stack(
         )
     if sharded:
         raise ValueError(f"FSDP gathers weights for each call, and a graph would keep their addresses: {REMEDY}.")
+    check_stackable(layers)  # quantized weights have other dtypes
     if hidden_dtype != weight.dtype:
         raise ValueError(
             f"embeddings are in {hidden_dtype} and the layers in {weight.dtype}, which a graph does not mix: cast one "

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..attention import AttentionMetadata
 from ..checks import check_input, real_tokens
+from ..embedding import ChunkEmbedder, embed
 from ..loss import Targets, check_not_empty, cross_entropies, max_tokens
 from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch
 from ..shared_weights import SharedWeights
+from ..transforms import hidden_dtype, is_plain
 from .checkpointing import run_checkpointed
 from .executor import run_layers
 
@@ -86,7 +89,7 @@ class PipelineStage:
 
         begin = sum(layers_per_rank[:rank])
         own = range(begin, begin + layers_per_rank[rank])
-        self.layers = [model.model.layers[n] for n in own]
+        self.layers: list[Any] = [model.model.layers[n] for n in own]
         elsewhere = [f"model.layers.{n}" for n in range(num_layers) if n not in own]
         elsewhere += [] if self.is_first else ["model.embed_tokens"]
         elsewhere += [] if self.is_last else ["model.norm", "lm_head"]
@@ -102,7 +105,7 @@ class PipelineStage:
         input_ids, labels and attention_mask [B, N] as for `CondenseForCausalLM.forward`, the same on all ranks. Raises
         `ValueError` on all ranks for inputs that do not fit together.
         """
-        batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
+        batch = _PipelineBatch(self, input_ids, labels, attention_mask)
         for _ in self._forward(batch):
             pass  # nothing is stored for a backward pass
         return self._output(batch, None)
@@ -120,7 +123,7 @@ class PipelineStage:
         The loss is the mean over all labels, or their sum divided by `num_items_in_batch`. With the model's gradient
         checkpointing a segment stores only the hidden states and memories that it receives; the rest is computed again.
         """
-        batch = _PipelineBatch(self.model, input_ids, labels, attention_mask)
+        batch = _PipelineBatch(self, input_ids, labels, attention_mask)
         self._backward(batch, list(self._forward(batch)), num_items_in_batch)
         return self._output(batch, num_items_in_batch)
 
@@ -128,7 +131,12 @@ class PipelineStage:
         memories: Memories = [None] * len(self.layers)
         arrivals = self.before.arrivals(batch.shapes, batch.like) if self.before else iter(())
         for metadata, following in zip(batch.chunks, [*batch.chunks[1:], None], strict=True):
-            received_RTD = None if self.is_first else _leaf(next(arrivals))
+            received_RTD = None
+            if not self.is_first:
+                received_RTD = _leaf(next(arrivals))
+            elif batch.embed is not None:
+                batch.embedded.append(batch.embed(metadata.chunk))
+                received_RTD = _leaf(batch.embedded[-1])
             forward = partial(self._forward_chunk, batch, metadata, following)
             output, new_memories = run_checkpointed(batch.checkpoint, forward, metadata, received_RTD, memories)
             if self.after:
@@ -154,8 +162,8 @@ class PipelineStage:
             return self._compute_chunk(batch, metadata, following, hidden_RTD, memories)
 
     def _compute_chunk(self, batch, metadata, following, hidden_RTD, memories):
-        if self.is_first:
-            hidden_RTD = self.model.model.embed_tokens(batch.tokens.gather(batch.input_ids_BN, metadata.chunk))
+        if hidden_RTD is None:
+            hidden_RTD = embed(self.model.model.embed_tokens, batch.tokens.gather(batch.input_ids_BN, metadata.chunk))
         hidden_RTD, memories = run_layers(self.layers, hidden_RTD, memories, metadata)
         memories = [
             _of_rows(memory, metadata.chunk, following.chunk) if memory and following else None for memory in memories
@@ -175,6 +183,7 @@ class PipelineStage:
         slope = batch.targets.mean(batch.like.new_ones((), dtype=batch.loss_dtype), num_items)
         arrivals = self.after.arrivals(batch.shapes[::-1], batch.like) if self.after else iter(())
         from_memories: list[torch.Tensor | None] = []
+        of_embedded: list[torch.Tensor] = []
         while segments:
             segment = segments.pop()  # frees its graph
             gradients = [slope if self.is_last else next(arrivals), *from_memories]
@@ -183,10 +192,13 @@ class PipelineStage:
             if ends:  # a segment without labels, or of frozen layers, has no gradient
                 torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
             from_memories = [leaf.grad for leaf in segment.memories]
-            if self.before and segment.received_RTD is not None:
-                self.before.send(_gradient(segment.received_RTD))
+            if segment.received_RTD is not None:
+                gradient_RTD = _gradient(segment.received_RTD)
+                self.before.send(gradient_RTD) if self.before else of_embedded.append(gradient_RTD)
         if self.before:
             self.before.finish()
+        if of_embedded and batch.embedded[0].requires_grad:
+            torch.autograd.backward(batch.embedded[::-1], of_embedded)
         batch.weights.deliver()
         if copied is not None:
             copied.grad = self._sum_over_copies(_gradient(copied))
@@ -219,7 +231,8 @@ class PipelineStage:
 class _PipelineBatch:
     """The texts of one call, cut into the same chunks on every rank; the last rank collects `losses`."""
 
-    def __init__(self, model: CondenseForCausalLM, input_ids, labels, attention_mask):
+    def __init__(self, stage: PipelineStage, input_ids, labels, attention_mask):
+        model = stage.model
         given = {"input_ids": input_ids, "attention_mask": attention_mask}
         self.input_ids_BN = check_input(model.config, given, labels)
         batch_size, num_columns = input_ids.shape
@@ -231,13 +244,20 @@ class _PipelineBatch:
         recompute = not checkpointing and vocab_size > model.config.hidden_size
         self.loss_options = max_tokens(vocab_size), recompute
         self.weights = SharedWeights(every_pass=True)
-        self.like = next(model.model.layers.parameters())
+        weight = stage.layers[0].input_layernorm.weight  # quantized weights have other dtypes
+        self.like = weight.new_empty(0, dtype=hidden_dtype(weight.dtype, weight.device))
         self.loss_dtype = torch.promote_types(self.like.dtype, torch.float32)
         state = TransientState.empty(batch_size, model.config)
         builder = model.model.metadata_builder(self.like, self.tokens, state)
         self.chunks = [builder.build(chunk) for chunk in state.positions.chunks(self.tokens.lengths)]
         self.shapes = [(len(one.chunk.rows), one.chunk.width, model.config.hidden_size) for one in self.chunks]
         self.losses: list[torch.Tensor] = []
+        # An embedding that is not plain has one call with the whole input, whose gradients wait for all segments.
+        self.embed: ChunkEmbedder | None = None
+        self.embedded: list[torch.Tensor] = []
+        if stage.is_first and not is_plain(model.model.embed_tokens, nn.Embedding):
+            chunks = [metadata.chunk for metadata in self.chunks]
+            self.embed = ChunkEmbedder(model.model.embed_tokens, self.input_ids_BN, self.tokens, chunks)
         check_not_empty(self.chunks)
 
 

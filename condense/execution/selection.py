@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 
 from ..configuration import CondenseConfig
 from ..memory import RecurrentState
@@ -39,19 +39,25 @@ class Schedule(NamedTuple):
     stack: Stack | None = None
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Returns whether FSDP gathers the weights of all layers for a call of the model."""
+    return any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+
+
 def schedule_for(
-    root: PreTrainedModel,
+    config: CondenseConfig,
     layers: nn.ModuleList,
     lengths: Sequence[int],
     state: RecurrentState,
     checkpoint_segments: int | None,
     has_durations: bool,
     hidden_dtype: torch.dtype,
+    sharded: bool,
 ) -> Schedule:
     """Returns the schedule of a call with `lengths[b]` further tokens of each row; chooses it for "auto".
 
-    `root` is the called model, which has the layers; `hidden_dtype` is the dtype of their input. `checkpoint_segments`
-    is the group size of gradient checkpointing, None without it.
+    `hidden_dtype` is the dtype of the layers' input. `checkpoint_segments` is the group size of gradient checkpointing,
+    None without it. `sharded`: see `is_sharded`.
 
     A cache that records is read sequentially: a wave does not write the tokens that `crop` goes back to.
 
@@ -59,11 +65,11 @@ def schedule_for(
     whole model, which gathers the weights without a hook in the layers. Also raises it for segments that a graph can't
     compute.
     """
-    requested, sharded = root.config.schedule, any(base.__name__ == "FSDPModule" for base in type(root).__mro__)
+    requested = config.schedule
     if requested == "wavefront" and sharded:
         raise ValueError(f"FSDP gathers weights for a call of the model, and a wavefront would keep them: {REMEDY}.")
     if requested == "wavefront" and longest_wave(lengths, state.positions)[0]:
-        if root.config.depth is not None:
+        if config.depth is not None:
             raise ValueError(
                 f"a depth block cannot be stacked with layers, and a wavefront runs them as one: {REMEDY}."
             )
@@ -80,11 +86,11 @@ def schedule_for(
     stack = None
     if has_whole_segments(lengths, state.positions):
         find = graph_stack if requested == "graph" else _graph_stack_of_auto
-        stack = find(root.config, layers, hidden_dtype, has_durations, sharded)
+        stack = find(config, layers, hidden_dtype, has_durations, sharded)
     if sharded:
         return Schedule("sequential")
     stackable = stack is not None
-    order = choose_schedule(root.config, layers, lengths, state.positions, checkpoint_segments, stackable)
+    order = choose_schedule(config, layers, lengths, state.positions, checkpoint_segments, stackable)
     return Schedule(order, stack)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..shared_weights import SharedWeights, sums_of, used, used_stack
+from ..transforms import join
 
 JOINED = (
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -68,7 +69,7 @@ def _common_memory(members: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor | 
         if not fills or shared or not parameter.is_contiguous():
             return None
     with torch.inference_mode(False), torch.no_grad():
-        together = torch.cat(parameters)
+        together = join(parameters)
         parts = together.split([len(parameter) for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part if part.is_meta else torch.from_dlpack(part)
@@ -107,7 +108,7 @@ class StackedParameter:
     def stack(self) -> torch.Tensor:
         """Returns the members [m, ...], differentiable with respect to the parameters."""
         if self.tensor_mx is None:
-            return torch.stack([used(parameter) for parameter in self.all[self.members]])
+            return join([used(parameter)[None] for parameter in self.all[self.members]])
         sums = sums_of(*self.all)
         return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
 

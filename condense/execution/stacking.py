@@ -27,14 +27,13 @@ from ..layers import (
     MemoryShare,
     RMSNorm,
     blend,
-    has_hooks,
     is_one_operation,
     llama_rms_norm,
 )
-from ..linear import Linear
+from ..linear import apply_linear
 from ..products import stacked_products
-from ..shared_weights import active_weights, summed_products, sums_of
-from ..transforms import is_in_torch_func
+from ..shared_weights import active_weights, product_dtype, summed_products, sums_of
+from ..transforms import has_hooks, is_in_torch_func
 from .stacked_parameters import StackedParameter, stacked_parameters
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules whose code treats rows independently
@@ -148,8 +147,8 @@ def _check_module(module: nn.Module, where: str) -> None:
     known = leaf or (not holds and (type(module) in CONTAINERS or not module._modules))
     if not known or module._buffers:
         raise ValueError(
-            f"{where} is a {type(module).__name__}, which a wavefront cannot stack: {REMEDY}, or merge the "
-            "adapter into the model first."
+            f"{where} is a {type(module).__name__}, which a wavefront cannot stack: {REMEDY}, or if it is an adapter, "
+            "merge it into the model first."
         )
     if leaf and module._parameters and not isinstance(module._parameters.get("weight"), torch.Tensor):
         raise ValueError(f"{where} has no weight of its own (a replica, or kept elsewhere): {REMEDY}.")
@@ -216,9 +215,6 @@ class _Stacked(nn.Module):
 class StackedLinear(_Stacked):
     """m linear maps, [m * R, T, I] to [m * R, T, O]: one batched product, or m products if the weights are apart."""
 
-    def forward(self, input_RTI: torch.Tensor) -> torch.Tensor:
-        return self.joint([self], input_RTI)[0]
-
     @staticmethod
     def joint(linears: Sequence["StackedLinear"], input_RTI: torch.Tensor) -> list[torch.Tensor]:
         """Returns the outputs of several maps of the same layers and input."""
@@ -226,7 +222,9 @@ class StackedLinear(_Stacked):
         if any(weight.tensor_mx is None for weight in weights):
             return [linear.one_by_one(input_RTI) for linear in linears]
         input_mnI = input_RTI.reshape(len(linears[0].stacked), -1, input_RTI.shape[-1])
-        found = [sums_of(*weight.all) for weight in weights]  # None for weights that are frozen
+        dtype = input_RTI.dtype
+        casts = any(one.all[0].dtype != dtype or product_dtype(input_RTI, one.all[0]) != dtype for one in weights)
+        found = [None if casts else sums_of(*weight.all) for weight in weights]  # None for weights that are frozen, too
         summed = [(weight.shared(sums), weight.all) for weight, sums in zip(weights, found, strict=True) if sums]
         if not torch.is_grad_enabled():
             outputs = stacked_products(input_mnI, [weight.shared() for weight in weights])
@@ -254,7 +252,7 @@ class StackedLinear(_Stacked):
 
     def one_by_one(self, input_RTI: torch.Tensor) -> torch.Tensor:
         parts = input_RTI.unflatten(0, (len(self.stacked), -1))
-        return torch.cat([module(part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
+        return torch.cat([apply_linear(module, part_RTI) for module, part_RTI in zip(self.stacked, parts, strict=True)])
 
 
 class StackedNorm(_Stacked):
@@ -318,7 +316,6 @@ class StackedMemoryShare(_Stacked):
 
 
 STACKED = {
-    Linear: StackedLinear,
     nn.Linear: StackedLinear,
     RMSNorm: StackedNorm,
     MemoryShare: StackedMemoryShare,

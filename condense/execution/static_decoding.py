@@ -28,6 +28,7 @@ from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import rotary_tables
 from ..cache import FoldedCache
 from ..cache_layer import FoldedCacheLayer
+from ..linear import apply_linear
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import run_layers
@@ -103,7 +104,7 @@ def static_step(
     memory_length_B.masked_fill_(complete_B, length)
     offset_B.add_(1).masked_fill_(complete_B, 0)
     normed_B1D = llama.norm(hidden_B1D)
-    return normed_B1D[:, 0], model.lm_head(normed_B1D)
+    return normed_B1D[:, 0], apply_linear(model.lm_head, normed_B1D)
 
 
 def fixed_decoding_of(model: Any, cache: FoldedCache) -> bool | str:
@@ -237,6 +238,6 @@ def _arrangement(model: PreTrainedModel) -> tuple[list, bool]:
         found.append(id(module))
         hooked = hooked or bool(module._forward_hooks or module._forward_pre_hooks)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            found.append(tensor is not None and (tensor.data_ptr(), tensor.dtype))
+            found.append(tensor is not None and (id(tensor), tensor.data_ptr(), tensor.dtype))
         modules += [child for child in module._modules.values() if child is not None]
     return [*found, hooked], hooked

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
+from condense.checks import quantization_of
 
 from ..decoding import max_positions, reads_in_parts
 from ..models import EvaluatedModel
@@ -218,7 +219,8 @@ def _describe(texts: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def check_curves(models: Sequence[EvaluatedModel], options: PerplexityOptions) -> dict[str, list[str]]:
-    """Returns each model's curves. Raises `ValueError` for unavailable ones, also because of a device map."""
+    """Returns each model's curves. Raises `ValueError` for unavailable ones, also because of a device map or because
+    the weights are quantized."""
     curves = {model.name: curve_names(model, options.curves) for model in models}
     for model in models:
         own = OWN_CURVES.get(getattr(model.config, "memory_source", ""), "full_attention")
@@ -226,6 +228,11 @@ def check_curves(models: Sequence[EvaluatedModel], options: PerplexityOptions) -
             raise ValueError(
                 f"--device-map {options.device_map} places the layers of the checkpoint, not of ablations: pass "
                 f"--curves {own} for {model.name}."
+            )
+        if (method := quantization_of(model.config)) is not None and curves[model.name] != [own]:
+            raise ValueError(
+                f"the weights of {model.name} are quantized ({method}), and its ablations can't share them: pass "
+                f"--curves {own} for it."
             )
     return curves
 

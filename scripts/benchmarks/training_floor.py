@@ -6,6 +6,7 @@ Axes: B rows, N tokens of an input, K keys, H query heads, G key/value heads, E 
 I intermediate size.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from condense.attention import AttentionMask, attend
 from condense.eval.benchmark.models import table_1
 from condense.eval.results import Table, hardware
-from condense.linear import Linear
+from condense.linear import apply_linear
 from condense.segmentation import SegmentPositions
 
 from .timing import dtype_name, medians_in_turn
@@ -38,11 +39,12 @@ def product_seconds(kind: str, tokens: int, dtype: torch.dtype, repeats: int = 9
 
     A product has two operations for each weight and row.
     """
-    linear = (Linear if kind == "folded" else nn.Linear)(WIDTH, INTERMEDIATE, bias=False, dtype=dtype)
+    linear = nn.Linear(WIDTH, INTERMEDIATE, bias=False, dtype=dtype)
+    product = partial(apply_linear, linear) if kind == "folded" else linear
     x_ND = torch.randn(tokens, WIDTH, dtype=dtype, requires_grad=True)
-    output_NI = linear(x_ND)
+    output_NI = product(x_ND)
     arguments = output_NI, (x_ND, linear.weight), torch.randn_like(output_NI)
-    calls = {"forward": lambda: linear(x_ND), "backward": lambda: torch.autograd.grad(*arguments, retain_graph=True)}
+    calls = {"forward": lambda: product(x_ND), "backward": lambda: torch.autograd.grad(*arguments, retain_graph=True)}
     operations = 2 * tokens * WIDTH * INTERMEDIATE
     return Seconds(**{name: seconds / operations for name, seconds in medians_in_turn(calls, repeats).items()})
 

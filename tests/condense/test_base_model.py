@@ -64,13 +64,23 @@ def test_hidden_states_have_gradients_and_need_the_sequential_order():
     assert not model.model.layers[0]._forward_pre_hooks
 
 
-def test_generate_returns_hidden_states():
+@pytest.mark.parametrize("drafts", [{}, {"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 2}], ids=str)
+def test_generate_returns_hidden_states(drafts):
+    """Of all layers, also if drafts come from the first ones."""
     model, ids = tiny_model().eval(), random_ids(1, 8)
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-    output = model.generate(ids, output_hidden_states=True, **options)
-    whole = model(output.sequences[:, :-1], output_hidden_states=True).hidden_states[-1]
-    found = torch.cat([step[-1] for step in output.hidden_states], dim=1)
-    torch.testing.assert_close(found, whole, atol=1e-10, rtol=0)
+    output = model.generate(ids, output_hidden_states=True, **options, **drafts)
+    expected = model(output.sequences[:, :-1], output_hidden_states=True).hidden_states
+    found = [torch.cat(parts, dim=1) for parts in zip(*output.hidden_states, strict=True)]
+    torch.testing.assert_close(found, list(expected), atol=1e-10, rtol=0)
+
+
+def test_an_early_exit_returns_the_hidden_states_of_its_layers():
+    model, ids = tiny_model().eval(), random_ids(2, 13)
+    every = model(ids, output_hidden_states=True).hidden_states
+    model.config.num_hidden_layers = 2  # as transformers does for drafts
+    found = model(ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(found, (*every[:2], model.model.norm(every[2])), atol=1e-6, rtol=0)
 
 
 def test_auto_model_is_the_base_of_the_checkpoint(tmp_path):

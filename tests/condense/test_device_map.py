@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import dispatch_model
+from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM
 
 import condense  # noqa: F401  registers folded models with the Auto classes
@@ -43,6 +44,56 @@ def test_layers_on_the_disk(folder, tmp_path):
             torch.testing.assert_close(found[0], expected[0])
     generate = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     assert torch.equal(parts.generate(ids[:, :70], **generate), whole.generate(ids[:, :70], **generate))
+
+
+EMBEDDING_ELSEWHERE = {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "disk"}
+MAPS = {
+    "the head apart": {"model": "cpu", "lm_head": "disk"},
+    "only the head in memory": {"model": "disk", "lm_head": "cpu"},
+    "all on the disk": {"": "disk"},
+    "in parts": EMBEDDING_ELSEWHERE | {"model.rotary_emb": "cpu", "lm_head": "cpu"},
+}
+
+
+@pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in MAPS), ("all on the disk", True)])
+@torch.no_grad()
+def test_whatever_the_map_says(folder, tmp_path, name, tied):
+    """accelerate moves what it finds in the arguments of the modules that the map names. Parts of a tied weight must be
+    in one place, in a stock model too."""
+    whole = CondenseForCausalLM.from_pretrained(folder).eval()
+    whole.config.tie_word_embeddings = tied
+    whole.tie_weights()
+    assert (whole.lm_head.weight is whole.model.embed_tokens.weight) == tied
+    whole.save_pretrained(tmp_path / "model")
+    options = {"device_map": (places := MAPS[name]), "offload_folder": tmp_path / "offload"}
+    parts = CondenseForCausalLM.from_pretrained(tmp_path / "model", **options)
+    assert parts.hf_device_map == places and any(parameter.is_meta for parameter in parts.parameters())
+    ids = torch.randint(3, whole.config.vocab_size, (2, 90), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :17] = 0
+    for options in ({}, {"attention_mask": mask}, {"labels": ids}, {"output_hidden_states": True}):
+        found, expected = parts(ids, **options), whole(ids, **options)
+        torch.testing.assert_close(found[0], expected[0])
+        torch.testing.assert_close(found.hidden_states, expected.hidden_states)
+    generate = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(parts.generate(ids[:, :70], **generate), whole.generate(ids[:, :70], **generate))
+
+
+def test_a_call_moves_to_its_model_and_the_model_stays(folder, monkeypatch):
+    """What accelerate does with the arguments of a module on another GPU; "meta" stands for it."""
+    model, moved = CondenseForCausalLM.from_pretrained(folder), []
+
+    def run(self, prepared):
+        moved.append(send_to_device({"_prepared": prepared}, "meta")["_prepared"])
+        return original(self, prepared)
+
+    original = type(model.model).run
+    monkeypatch.setattr(type(model.model), "run", run)
+    ids = torch.ones(1, 90, dtype=torch.long)
+    model(ids)
+    (prepared,) = moved
+    assert prepared.call.inputs.is_meta and prepared.call.like_hidden(model.model.norm.weight).device.type == "cpu"
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 def test_a_wave_is_refused(folder, tmp_path):

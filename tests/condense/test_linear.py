@@ -1,18 +1,18 @@
 """Products in oneDNN against torch's own, and the cases that are left to torch."""
 
-import copy
-import pickle
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from condense import linear
-from condense.linear import Linear
+from condense.linear import apply_linear
 
 pytestmark = [
     pytest.mark.skipif(not linear.HAS_ONEDNN, reason="torch has no oneDNN for this processor"),
@@ -32,11 +32,17 @@ def calls(noted):
     return noted(linear, "_onednn")
 
 
+class Ours(nn.Linear):
+    """A linear map as the model computes it."""
+
+    def forward(self, input_xI):
+        return linear.linear(input_xI, self.weight, self.bias)
+
+
 def twins(bias=True, dtype=torch.float32):
-    """One of ours, and torch's with the same weights."""
+    """A linear map as the model computes it, and torch's with the same weights."""
     torch.manual_seed(0)
-    ours = Linear(16, 6, bias=bias, dtype=dtype)
-    stock = nn.Linear(16, 6, bias=bias, dtype=dtype)
+    ours, stock = (kind(16, 6, bias=bias, dtype=dtype) for kind in (Ours, nn.Linear))
     stock.load_state_dict(ours.state_dict())
     return ours, stock
 
@@ -122,11 +128,37 @@ def test_a_changed_weight_is_noticed_before_the_backward_pass():
         loss.backward()
 
 
-def test_copies_and_pickles():
-    ours, _ = twins()
-    input_xI = torch.randn(3, 16)
-    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(copied) is Linear and torch.equal(copied(input_xI), ours(input_xI))
+class Halved(nn.Module):
+    """Stands for an adapter around a linear map."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, input_xI):
+        return self.module(input_xI) / 2
+
+
+def with_forward(module):
+    """As accelerate makes them."""
+    module.forward = partial(nn.Linear.forward, module)
+    return module
+
+
+@pytest.mark.parametrize("case", ["plain", "hook", "hook on all modules", "another module", "a forward of its own"])
+def test_modules_keep_their_code_and_get_our_products(case, calls):
+    _, stock = twins()
+    input_xI, seen = torch.randn(3, 5, 16), []
+    module = {"another module": Halved, "a forward of its own": with_forward}.get(case, lambda one: one)(stock)
+    expected = module(input_xI)
+    registers = {"hook": module.register_forward_hook, "hook on all modules": register_module_forward_hook}
+    if case in registers:
+        handle = registers[case](lambda module, _, output: (seen.append(module), 3 * output)[1])
+        expected = 3 * expected
+    torch.testing.assert_close(apply_linear(module, input_xI), expected)
+    assert seen == [stock] * (case in registers) and len(calls) == (case != "another module")
+    if case in registers:
+        handle.remove()
 
 
 @pytest.mark.parametrize("case", ["float64", "bfloat16", "autocast", "counted", "switched off", "inference", "few"])

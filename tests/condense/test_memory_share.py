@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from condense import CondenseConfig, CondenseForCausalLM
+from condense.cache_argument import CACHE
 from condense.depth import convert_to_depth
 
 from .models import random_ids, tiny_model
@@ -53,13 +54,47 @@ def test_one_share_above_0_carries_further_than_the_layers():
         assert bool((last[0] - last[1]).abs().max() > 1e-9) == reaches, share
 
 
-@pytest.mark.parametrize("field", [{"memory_share": 0.3}, {"memory_source": "layer_input"}], ids=str)
-def test_a_share_that_is_set_after_the_layers_are_made_is_refused(field):
-    """The layers keep theirs, and `save_pretrained` would write the other one."""
-    model = tiny_model()
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"memory_share": 0.3}, r"layer 0 was made with the memory share 1.0, and .* pass memory_share"),
+        ({"memory_share": [1.0, 1.0, 0.0]}, r"layer 2 was made with the memory share 1.0, and .* pass memory_share"),
+        ({"memory_source": "layer_input"}, r"layer 0 was made with the memory share 1.0, and .* pass memory_share"),
+        ({"memory_share": [1.0, 1.0]}, "has 2 numbers for 3 layers"),
+        ({"segment_length": 0}, "segment_length=0 is not a number of at least 1"),
+        ({"schedule": "other"}, "schedule='other'"),
+    ],
+    ids=str,
+)
+def test_what_is_set_after_the_layers_are_made_is_refused_by_calls_and_not_saved(field, said, head, tmp_path):
+    """The layers keep their share, and the folder would hold another model."""
+    model = tiny_model() if head else tiny_model().model
     vars(model.config).update(field)
-    with pytest.raises(ValueError, match=r"layer 0 was made with the memory share 1.0, and .* pass memory_share"):
+    with pytest.raises(ValueError, match=said):
         model(random_ids(1, 7))
+    with pytest.raises(ValueError, match=said):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "others"),
+    [
+        ({"memory_share": 1}, {"memory_share": [1.0, 1.0, 1.0]}),
+        ({"memory_share": 0.2}, {"memory_share": [0.2, 0.2, 0.2]}),
+        ({"memory_source": "layer_input"}, {"memory_share": 0}),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_equal_shares_continue_each_others_caches(fields, others):
+    ids, model, twin = random_ids(2, 23), tiny_model(**fields), tiny_model(**others)
+    first = model(ids[:, :12])
+    found = twin(ids[:, 12:], cache=first[CACHE]).logits
+    torch.testing.assert_close(found, model(ids, use_cache=False).logits[:, 12:], atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"made for memory_shares=.* and the model has \(0.5, 0.5, 0.5\)"):
+        tiny_model(memory_share=0.5)(ids[:, 12:], cache=first[CACHE])
 
 
 def test_it_is_saved_and_loaded(tmp_path):

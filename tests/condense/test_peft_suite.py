@@ -37,7 +37,6 @@ TRAINING = "training_decoders_gradient_checkpointing|training_decoders_layer_ind
 OF_ALORA = f"{CALLS}|{TRAINING}|mixed_adapter_batches|unload_adapter|weighted_combination_of_adapters"
 OF_PREFIXES = f"{CALLS}|passing_input_embeds_works|training_prompt_learning_tasks"
 DIFFERENCES = {  # patterns of the tests that fail: the reason
-    r"\bGloraConfig\b": "GLoRA takes modules of the class nn.Linear itself, and those here are of a subclass",
     rf"^test_({OF_ALORA})\[.*alora_invocation_tokens=": "activated LoRA counts tokens from the end: refused",
     rf"^test_({OF_PREFIXES})\[.*PrefixTuningConfig": "a prefix is a cache of keys, not a memory: refused",
     r"^test_prefix_tuning_(qwen|gemma4)": "the same",

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import condense.linear
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.adapters import trained_memory
 from condense.cli import app, main
@@ -138,6 +139,28 @@ def test_a_teacher_shares_the_frozen_weights(recipe):
     assert {tensor.data_ptr() for tensor in objective._teacher.state_dict().values()} <= weights
     gradients = [name for name, parameter in adapted.named_parameters() if parameter.grad is not None]
     assert gradients and all("lora_" in name for name in gradients)
+
+
+def test_gradients_of_adapters_are_summed_in_float32(recipe, noted):
+    """As those of the model's own maps: each weight of an adapter adds its uses to one sum."""
+    model = add_adapters(tiny_model(torch.float32), load_recipe(recipe, ["output=o"]).lora).to(torch.bfloat16).train()
+    assert type(model.base_model.model.lm_head) is torch.nn.Linear  # of no adapter
+    products, ids = noted(condense.linear, "summed_linear"), torch.randint(2, 61, (2, 23))
+    model(input_ids=ids, labels=ids).loss.backward()
+    summed = {id(call.arguments[2]) for call in products}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 3 * 3 and {id(parameter) for parameter in trained} <= summed
+    assert all(parameter.grad is not None for parameter in trained)
+
+
+def test_quantized_weights_are_refused(recipe, tmp_path):
+    start = shutil.copytree(recipe.parent / "start", tmp_path / "start")
+    config = json.loads((start / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (start / "config.json").write_text(json.dumps(config))
+    words = r"training from model='.*start': the model's weights are quantized \(bitsandbytes\). Do this .* in full"
+    with pytest.raises(ValueError, match=words):
+        check_run(load_recipe(recipe, ["output=unused", f"model.source={start}"]), 1, None)
 
 
 @pytest.mark.parametrize(

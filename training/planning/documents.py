@@ -1,4 +1,4 @@
-"""Counts what a run will read of each source: exact if its documents are prepared, or else by the sizes of its files."""
+"""Counts what a run will read of each source: exactly if its documents are prepared, or else by its files' sizes."""
 
 from collections.abc import Sequence
 from typing import Any

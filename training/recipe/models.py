@@ -16,6 +16,7 @@ from pydantic import Field
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from condense import CondenseConfig, CondenseForCausalLM, laboratories, loading
+from condense.checks import check_not_quantized
 from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.families import FAMILIES
@@ -91,8 +92,10 @@ def check_implemented(attention: str, names: Sequence[str], for_what: str) -> No
 
 
 def check_not_prepared(source: str) -> PreTrainedConfig:
-    """Returns the checkpoint's configuration. Raises `ValueError` for a model that an objective has wrapped."""
+    """Returns the checkpoint's configuration. Raises `ValueError` for a model that an objective has wrapped, and for
+    quantized weights."""
     config = loading.load_config(AutoConfig, source)
+    check_not_quantized(config, f"training from model={source!r}")
     if getattr(config, "wraps_a_model", False):
         raise ValueError(
             f"model={source!r} is of type {config.model_type!r}, which an objective has made: start from the "

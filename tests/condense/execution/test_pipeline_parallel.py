@@ -79,7 +79,14 @@ def model_of(fields, settings):
             module.forward = partial(fused_norm, module)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(settings.get("frozen", ())))
+    if settings.get("hook_on_embedding"):
+        model.model.embed_tokens.register_forward_hook(by_length)
     return model
+
+
+def by_length(_, given, output):
+    """Depends on the length of the text, as the noise of NEFTune does."""
+    return output * given[0].shape[1] ** 0.5
 
 
 def trained_gradients(model) -> dict:
@@ -149,6 +156,9 @@ TWO_RANKS = [
     ({}, without_labels(14, LENGTH), {}),
     ({}, text(num_items_in_batch=7), {}),
     ({}, text(length=4), {}),  # a single segment
+    (TIED, text(), {"hook_on_embedding": True, "repeats": 2}),
+    ({}, padded([9, 23, 14]), {"hook_on_embedding": True, "checkpointing": True}),
+    ({}, text(), {"hook_on_embedding": True, "frozen": ("model.embed_tokens",)}),
 ]
 THREE_RANKS = [
     (FIVE_LAYERS, text(), {}),

@@ -131,6 +131,7 @@ def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     from condense.training.checkpoints.resume import finished, how_to_resume
     from condense.training.deepspeed_file import deepspeed_settings
     from condense.training.launch import how_ranks_ended, launch, load_local_recipe, num_ranks
+    from condense.training.output_folder import check_output
     from condense.training.output_lock import check_unlocked
     from condense.training.preflight import check_run
     from condense.training.subprocesses import STOPPED
@@ -141,6 +142,7 @@ def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     if (said := finished(resolved)) is not None:
         print(said)
         return
+    check_output(resolved.output)
     check_run(resolved, ranks or num_ranks(), deepspeed_settings(resolved))
     try:
         launch(resolved, ranks, checked=True)

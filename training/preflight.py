@@ -16,7 +16,6 @@ from .adapters import check_targets
 from .checkpoints.resume import check_zero_stage, find_checkpoint
 from .data.samples import check_writer, first_token
 from .data.shards import source_files
-from .output_folder import check_output
 from .presets import find_recipe, recipe_names
 from .recipe import DocumentData, Recipe, SampleData
 
@@ -31,7 +30,7 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     check_attention(recipe.attention)
     recipe.model.check_machine()
     check_reporter(recipe.report_to)
-    check_output(recipe.output)
+    check_output_folder(recipe.output)
     check_former_recipe(recipe.model.source)
     check_prepared(recipe)
     config = recipe.model.load_config()

@@ -60,6 +60,7 @@ from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
 from condense.training.deepspeed_file import deepspeed_settings
 from condense.training.distributed import Process
+from condense.training.output_folder import check_output
 from condense.training.output_lock import output_lock
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
 from condense.training.planning.operations import uncounted
@@ -84,7 +85,7 @@ class Batches(NamedTuple):
 
 
 def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: bool = False) -> None:
-    """Runs a recipe as one rank; `checked` is true if `check_run` has passed.
+    """Runs a recipe as one rank; `checked` is true if `check_output` and `check_run` have passed.
 
     Raises `ValueError` before writing anything if the run can't begin. Raises `Stopped` if a signal of `stop_on` has
     ended it with a checkpoint, and `KeyboardInterrupt` that says how it resumes.
@@ -93,6 +94,7 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: boo
     check_launch(recipe, process)
     deepspeed = deepspeed_settings(recipe) if process.launched else None
     if not checked:
+        check_output(recipe.output)
         check_run(recipe, process.num_ranks, deepspeed)
     # Other ranks write only after joining the group, which needs the first rank.
     with output_lock(recipe.output) if process.is_first else nullcontext():

@@ -48,7 +48,7 @@ def estimated_bytes(point: dict[str, Any]) -> tuple[int, int]:
     config = CondenseConfig(
         **REAL.large if is_large(point) else REAL.table_1, segment_length=point["segment_length"] or point["length"]
     )
-    parts: MemoryEstimate = estimate(config, recipe_of(point), {}, ranks=1)
+    parts: MemoryEstimate = estimate(config, recipe_of(point), {"zero_optimization": {"stage": 0}}, ranks=1)
     in_pass = parts.memories + parts.activations + parts.summed_gradients + parts.loss
     return parts.weights + in_pass, parts.loss
 

@@ -135,7 +135,7 @@ def one_launch_each() -> Iterator[None]:
     """Makes norms and attention one operation each, as on CUDA; on the meta device they are many."""
     with (
         patch.object(RMSNorm, "forward", lambda norm, hidden_RTD: hidden_RTD.clone()),
-        patch.object(StackedNorm, "normalize", lambda norm, hidden_nRTD, stacked: hidden_nRTD.clone() * stacked.weight),
+        patch.object(StackedNorm, "normalize", lambda norm, hidden_nRTD, weight: hidden_nRTD.clone() * weight),
         patch.dict(IMPLEMENTATIONS, sdpa=lambda query_RHTE, *_: query_RHTE.clone()),
     ):
         yield

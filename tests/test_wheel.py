@@ -1,6 +1,7 @@
 """The package as users install it: a wheel, run from a folder where packages of the user have our folders' names."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -83,13 +84,19 @@ print(TRAIN, flush=True)
 run("condense", "sample data runs/sample")
 changes = "stages.0.steps=2 optimizer.warmup_steps=1 global_batch=2 micro_batch=1 evaluation.sequences=2 report_to=none"
 run("condense", "train passkey_pretrain_1b_tiny --ranks 1 " + changes)
+with open("BOOK.txt", "w") as book:
+    book.write("the sea is red and the sky is blue. " * 500)
+run("condense", f"{OWN_TEXT} model=runs/sample/llama --ranks 1 steps=11 global_batch=1 report_to=none")
 evaluation = "--lengths 256 --depths 0 --prompts 1 --output results"
 run("condense", "eval passkey --model runs/passkey_pretrain_1b_tiny " + evaluation)
 """
 
 
 def test_training_and_evaluation_from_an_empty_folder(run):
-    printed = run(COMMANDS, option="-c")
+    """And on a text file, by the README's command for the user's own, with another model."""
+    (own_text,) = re.findall(r"^condense (train text data=BOOK.txt)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    printed = run(f"OWN_TEXT = {own_text!r}\n{COMMANDS}", option="-c")
+    assert "BOOK.txt: " in printed and "all 11 steps are done: the model is in runs/text" in printed
     assert printed.startswith(str(run.site))
     assert "% correct" in printed and (run.folder / "results" / "passkey.json").is_file()
 

@@ -1,4 +1,4 @@
-"""A recipe's documents: how many are needed, which are held out, and how much of each source a run reads."""
+"""The documents of a recipe: how many are needed, which are held out, and how much of each source a run reads."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

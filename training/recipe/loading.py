@@ -18,6 +18,7 @@ from .schema import Recipe
 from .section import number
 
 KEY_OF_TEXT = {"model": "source", "objective": "kind"}  # the key that a text in place of a section stands for
+FILES = "sources"  # the key of `data` that the name of a file, or a pattern of names, stands for
 NULL, MERGE, TEXT = (f"tag:yaml.org,2002:{name}" for name in ("null", "merge", "str"))
 
 
@@ -50,9 +51,9 @@ class _Loader(yaml.SafeLoader):
 def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a YAML file, or a recipe of this package by name, and applies overrides such as `stages.0.steps=10`.
 
-    `steps=10` changes the last stage, or the curriculum, so there are 10 steps in all. A DeepSpeed configuration beside
-    the recipe is found from any folder. Raises `ValueError` with all unknown or impossible keys, and if an override
-    names a folded model whose segments the recipe would change.
+    `steps=10` changes the last stage, or the curriculum, so there are 10 steps in all. `data=BOOK.txt` replaces the
+    sources. A DeepSpeed configuration beside the recipe is found from any folder. Raises `ValueError` with all unknown
+    or impossible keys, and if an override names a folded model whose segments the recipe would change.
     """
     path = find_recipe(named)
     try:
@@ -64,6 +65,8 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for section, key in KEY_OF_TEXT.items():
         if isinstance(fields.get(section), str):
             fields[section] = {key: fields[section]}
+    if isinstance(fields.get("data"), str):
+        fields["data"] = {"task": "text", FILES: _source_of(fields["data"])}
     deepspeed = fields.get("deepspeed")
     if isinstance(deepspeed, str) and (path.parent / deepspeed).is_file():
         fields["deepspeed"] = str(path.parent / deepspeed)
@@ -101,7 +104,10 @@ def _apply(fields: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals:
         raise ValueError(f"{override!r} is not an override: write key=value.")
-    value = _parse(text)
+    if name == "data" and not text.lstrip().startswith("{"):  # a pattern such as *.txt is not YAML
+        name, value = f"data.{FILES}", _source_of(text)
+    else:
+        value = _parse(text)
     if name in KEY_OF_TEXT and isinstance(value, str):  # the section's other keys stay
         name = f"{name}.{KEY_OF_TEXT[name]}"
     if name == "steps":
@@ -118,6 +124,10 @@ def _apply(fields: dict[str, Any], override: str) -> None:
         section[int(last)] = value
     else:
         raise ValueError(f"{override!r}: {'.'.join(sections) or 'the recipe'} holds no keys.")
+
+
+def _source_of(files: str) -> list[dict[str, str]]:
+    return [{"files": files}]
 
 
 def _last_steps(fields: dict[str, Any], steps: Any) -> tuple[str, Any]:

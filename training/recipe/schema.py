@@ -116,7 +116,7 @@ class Recipe(Section):
     model: Annotated[SerializeAsAny[ModelKind], MODELS] = Field(description="a text stands for model.source")
     objective: Annotated[SerializeAsAny[ObjectiveKind], OBJECTIVES] = NextToken()
     output: Annotated[Path, MAY_CHANGE]
-    data: Data
+    data: Data = Field(description="in an override, the name of a file or a pattern replaces `data.sources`")
     stages: list[Stage] | None = Field(None, min_length=1)
     curriculum: Curriculum | None = None
     global_batch: int | None = Field(None, ge=1, description="sequences per optimizer step, over all ranks")

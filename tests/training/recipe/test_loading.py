@@ -44,6 +44,24 @@ def test_a_text_stands_for_the_source(path):
     assert load_recipe(path, ["model.kind=stock"]).model.kind == "stock"
 
 
+@pytest.mark.parametrize("name", ["BOOK.txt", "*.txt", "2024-11-28", "my: book.txt", "a=b.txt", "7"])
+def test_the_name_of_a_file_stands_for_the_sources(path, name):
+    data = load_recipe("heal", [f"data={name}", "data.min_tokens=9"]).data
+    assert [source.files for source in data.sources] == [name] and data.sources[0].hub is None
+    assert (data.task, data.fit, data.min_tokens) == ("text", "cut", 9)
+    path.write_text(RECIPE.replace("{task: passkey}", "BOOK.txt"))
+    assert (
+        load_recipe(path).data.model_dump()
+        == load_recipe(path, ["data={task: text, sources: [{files: BOOK.txt}]}"]).data.model_dump()
+    )
+    assert load_recipe(path, [f"data={name}"]).data.sources[0].files == name
+
+
+def test_a_task_without_sources_takes_no_file(path):
+    with pytest.raises(ValueError, match=r"data.sources is not a key of data.task=passkey"):
+        load_recipe(path, ["data=BOOK.txt"])
+
+
 def test_an_override_of_what_an_alias_repeats(path):
     """An anchor is a way to write the same twice; an override names one of the places."""
     repeated = "stages: [&stage {total_length: 64, steps: 20}, *stage]"

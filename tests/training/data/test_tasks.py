@@ -10,7 +10,7 @@ from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import word_tokenizer
 
-from ..recipes import text_data, write_recipe
+from ..recipes import text_data, write_recipe, write_texts
 from .conftest import WORDS
 from .hub import stream_files
 
@@ -109,3 +109,15 @@ def test_validation_draws_from_several_books_of_its_own(books, tmp_path):
     sources = f"evaluation.sources=[{{files: {tmp_path}/book-*.txt}}]"
     _, held_out = make_examples(load_recipe(books, ["evaluation.sequences=40", sources]), word_tokenizer([WORDS]))
     assert set(drawn(held_out, 40)) == set(range(5))
+
+
+def test_a_run_draws_from_all_files_of_many_documents(tmp_path):
+    """Of 100 documents each; the steps need 20 documents."""
+    for name in ("a", "b"):
+        write_texts(tmp_path / f"{name}.jsonl", ["one two three four five six " * 3] * 100)
+    path = write_recipe(tmp_path, "m", [(8, 10)], global_batch=4, data=text_data(tmp_path, files="[ab].jsonl"))
+    training, _ = make_examples(load_recipe(path), word_tokenizer([WORDS]))
+    documents = [training.sequence(n, 8)[0].place // 20 for n in range(40)]
+    assert training.num_sequences(8) == 400 and 10 < sum(document >= 100 for document in documents) < 30
+    limited, _ = make_examples(load_recipe(path, ["data.max_documents=7"]), word_tokenizer([WORDS]))
+    assert {limited.sequence(n, 8)[0].place // 20 for n in range(40)} == set(range(7))

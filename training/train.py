@@ -60,6 +60,7 @@ from condense.training.data.generated import make_generated_task
 from condense.training.data.tasks import make_examples
 from condense.training.deepspeed_file import deepspeed_settings
 from condense.training.distributed import Process
+from condense.training.gradient_order import GradientOrder
 from condense.training.output_folder import check_output
 from condense.training.output_lock import output_lock
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
@@ -329,6 +330,7 @@ def make_callbacks(
     )
     return [
         LearningRate(recipe.optimizer.learning_rate),
+        *([GradientOrder()] if recipe.model.has_segments else []),
         *([GrowCurriculum(curriculum)] if curriculum else []),
         *([Evaluations(recipe)] if recipe.evaluation else []),
         complete,

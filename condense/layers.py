@@ -278,6 +278,8 @@ class LayerPlaces(NamedTuple):
 
 
 class CondenseDecoderLayer(nn.Module):
+    attention_evaluations = 1
+
     def __init__(self, config: CondenseConfig, layer_idx: int):
         super().__init__()
         self.memory_share = MemoryShare(config.memory_shares[layer_idx])

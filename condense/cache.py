@@ -8,6 +8,8 @@ Axes: B rows of a batch, R rows of a chunk, N recent tokens, T tokens of a chunk
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -18,6 +20,7 @@ from .durations import Timeline
 from .memory import Memory
 from .recording import CROP_TOKENS, CacheSnapshot, Recording
 from .segmentation import Chunk, SegmentPositions, on_device
+from .state_file import read_state, write_state
 from .transforms import autocast_dtype
 
 # The fields that a cache and a model must have in common.
@@ -31,7 +34,8 @@ class FoldedCache(Cache):
     """The whole state of a `CondenseForCausalLM` after the texts read so far, in constant memory.
 
     Pass it as `cache` to continue after the last call. To branch, use `snapshot` and `restore`, or copy the
-    cache with `copy.deepcopy`. After an interrupted call the cache is refused until a snapshot is restored.
+    cache with `copy.deepcopy`. To keep it, use `save` and `load`. After an interrupted call the cache is refused until
+    a snapshot is restored.
     """
 
     def __init__(self, config: CondenseConfig):
@@ -199,6 +203,26 @@ class FoldedCache(Cache):
         self.computed_in = snapshot.computed_in
         self.is_being_written = False
         self._restart_recording()
+
+    def save(self, path: str | Path, model: Any) -> None:
+        """Writes the state, which `model` computed, to a safetensors file: what a snapshot has.
+
+        The file is complete or as it was before. Raises `ValueError` for a cache of another model, one that has read
+        no token or that an interrupted call left incomplete, and a path that can't be written.
+        """
+        self.check_fits(model.config)
+        write_state(self.snapshot(), path, model)
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> "FoldedCache":
+        """Returns the cache of a file that `save` wrote, on the devices of `model`.
+
+        Raises `ValueError` for another file, a damaged one, and a state of a model with other weights, another dtype or
+        configuration.
+        """
+        cache = cls(model.config)
+        cache.restore(read_state(path, model, cache.made_for))
+        return cache
 
     # Removal of the last tokens, for assisted decoding
 

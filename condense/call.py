@@ -62,11 +62,14 @@ class Call:
         check_shares(config, model.layers_in_use)
         inputs = check_input(config, given, labels, logits_to_keep)
         check_activated_lora(model)
+        is_exporting = torch.compiler.is_exporting()
         if use_cache is None:
-            use_cache = config.use_cache and labels is None and not model.training
+            use_cache = config.use_cache and labels is None and not model.training and not is_exporting
         if use_cache and cache is None:
             cache = FoldedCache(config)
         batch_size, num_columns = inputs.shape[:2]
+        if is_exporting and config.depth is None:  # one text stands for all, so their number may be a symbol
+            batch_size = 1
         batch = UnpaddedBatch(batch_size, num_columns, real_tokens(given["attention_mask"], num_columns))
         token_inputs = TokenInputs.from_arguments(config, given, inputs, batch, model.norm.weight)
         function = model.checkpoint_function(cache)

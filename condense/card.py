@@ -7,9 +7,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from .extras import DISTRIBUTION
+from .extras import DISTRIBUTION, WHEEL
 from .families import family_of
 from .laboratories import REGISTERED_BY
+from .remote_code import MODULE
 
 CARD = "README.md"
 OURS = "<!-- condense writes this file when the model is saved: delete this line to keep your own text. -->"
@@ -56,8 +57,11 @@ next one: memory does not grow with the text.
 |---|---|
 {table}
 
+Loading it needs the package {DISTRIBUTION}. It is not on PyPI: install a checkout of its repository, or its wheel.
+
 ```
-pip install {DISTRIBUTION}
+pip install .          # in a checkout
+pip install {WHEEL}
 ```
 
 ```python
@@ -67,6 +71,9 @@ from transformers import {auto}, AutoTokenizer
 model = {auto}.from_pretrained("THIS_FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")
 ```
+
+Where nothing imports the package, as in `transformers serve`, load the folder with `trust_remote_code`: its file
+`{MODULE}.py` imports the installed package, and does nothing else.
 """
 
 

@@ -19,6 +19,7 @@ GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 # Arguments that collators of packed documents pass to the attention kernels of other models.
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "durations")
+NOT_EXPORTED = ("attention_mask", "position_ids", "labels", "durations", "cache", "use_cache")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
 
@@ -102,6 +103,18 @@ def check_shares(config, layers) -> None:
             raise ValueError(
                 f"layer {number} was made with the memory share {made_with.share}, and model.config now gives {share}: "
                 "pass memory_share or memory_source to from_pretrained or to the CondenseConfig of a new model."
+            )
+
+
+def check_export(arguments: Mapping[str, Any]) -> None:
+    """Raises `ValueError` in an export for arguments whose values decide how a text is read, and for a cache."""
+    if not torch.compiler.is_exporting():
+        return
+    for name in NOT_EXPORTED:
+        if arguments.get(name) is not None and arguments[name] is not False:
+            raise ValueError(
+                f"{name} is given: torch.export takes input_ids or inputs_embeds of texts without padding, and returns "
+                "logits. Leave it out (docs/tools.md)."
             )
 
 

@@ -1,5 +1,6 @@
 """`condense generate`: answers to a prompt of any length, or to each prompt of a file."""
 
+import copy
 import hashlib
 import json
 import sys
@@ -7,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -16,12 +17,40 @@ from condense.eval.options import DTYPE_HELP
 
 LOWEST_TEMPERATURE = 0.01  # logits are divided by the temperature
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JSONL", help="Prompts, one JSON object on each line; each comes after the prompt file, if given."
+    ),
+]
+Answers = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="JSONL",
+        help="Append the answer to each of --prompts to this file; started again, the command continues it.",
+    ),
+]
+LoadState = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Continue the text whose state --save-state wrote to this file.")
+]
+SaveState = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the state after the prompt to this file; --max-new-tokens 0 only reads."),
+]
+
+
+class States(NamedTuple):
+    """The cache that a text continues, and the file for the state after the text."""
+
+    continued: Any = None
+    file: Path | None = None
+
 
 def generate(
     model: Annotated[str, typer.Option(help="Folder or hub id: a folded model, or a stock one, which is folded.")],
     prompt: Annotated[str, typer.Option(help="The prompt; it comes after the prompt file if both are given.")] = "",
     prompt_file: Annotated[Path | None, typer.Option(help="A text of any length to read first.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer at most.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the answer at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 picks the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
     segment_length: Annotated[int | None, typer.Option(help="Default the model's own; stock models: 512.")] = None,
@@ -48,25 +77,17 @@ def generate(
         ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the figures as JSON to this file.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="JSONL", help="Prompts, one JSON object on each line; each comes after the prompt file, if given."
-        ),
-    ] = None,
+    prompts: Prompts = None,
     prompt_field: Annotated[
         str, typer.Option(help="The field of --prompts with the prompt; a.b is field b of the object in field a.")
     ] = "prompt",
-    answers: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="JSONL",
-            help="Append the answer to each of --prompts to this file; started again, the command continues it.",
-        ),
-    ] = None,
+    answers: Answers = None,
+    load_state: LoadState = None,
+    save_state: SaveState = None,
 ) -> None:
     """Reads a prompt of any length in constant memory and streams the answer."""
     quiet()
+    from condense import FoldedCache
     from condense.checks import check_attention, check_dtype
     from condense.files import check_output_file, read_text
 
@@ -77,21 +98,24 @@ def generate(
         check_output_file(report)
     before = "" if prompt_file is None else read_text(prompt_file)
     asked = _asked(before, prompt, prompts, prompt_field, answers, report)
+    _check_states(load_state, save_state, chat, prompts, max_new_tokens)
     fields = {} if segment_length is None else {"segment_length": segment_length}
     components = None if control is None else _components(control, model)
     fixed = "compiled" if compiled_decoding else fixed_decoding
     settings = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "dtype": dtype,
         "attention": attention, "chat": chat, "fixed_decoding": fixed, "control": components, **fields,
+        **({} if load_state is None else {"state": hashlib.sha256(load_state.read_bytes()).hexdigest()}),
     }  # fmt: skip
     with nullcontext() if answers is None else _answer_file(answers, asked, model, before, settings) as file:
         if chat:
             _check_chat(model, before, asked)
         loaded, tokenizer = _load_folded(model, dtype=dtype, attn_implementation=attention, **fields)
         loaded.fixed_decoding = fixed
+        states = States(None if load_state is None else FoldedCache.load(load_state, loaded), save_state)
 
         def answer(text: str, stream: bool) -> dict[str, Any]:
-            return _answer(loaded, tokenizer, before + text, settings, options, stream)
+            return _answer(loaded, tokenizer, before + text, settings, options, stream, states)
 
         if file is not None:
             _answer_all(asked, file, answer)
@@ -119,6 +143,26 @@ def _asked(
     if answers.exists() and prompts.exists() and answers.samefile(prompts):
         raise ValueError(f"--answers {answers} is the file of --prompts: pass another one.")
     return read_prompts(prompts, prompt_field)
+
+
+def _check_states(
+    load_state: Path | None, save_state: Path | None, chat: bool, prompts: Path | None, max_new_tokens: int
+) -> None:
+    """Raises `ValueError` for a file that isn't a state or can't be written, and for options that don't fit."""
+    from condense.state_file import check_new_state, check_state
+
+    for name, path in (("--load-state", load_state), ("--save-state", save_state)):
+        if path is not None and chat:
+            raise ValueError(f"{name} {path}: --chat wraps a whole text in a template. Leave out one of the two.")
+    if not max_new_tokens and save_state is None:
+        raise ValueError("--max-new-tokens 0 only reads: pass --save-state, the file for the state.")
+    if load_state is not None:
+        check_state(load_state)
+    if save_state is None:
+        return
+    if prompts is not None:
+        raise ValueError(f"--save-state {save_state} doesn't go with --prompts {prompts}: leave out one of the two.")
+    check_new_state(save_state)
 
 
 def _answer_file(path: Path, asked: Sequence[Any], model: str, before: str, settings: dict[str, Any]) -> Any:
@@ -157,13 +201,20 @@ def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str,
 
 
 def _answer(
-    model: Any, tokenizer: Any, text: str, settings: dict[str, Any], options: dict[str, Any], stream: bool
+    model: Any,
+    tokenizer: Any,
+    text: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    stream: bool,
+    states: States,
 ) -> dict[str, Any]:
     """Returns the answer to a text and the figures of reading and writing. `options` are arguments of `generate`."""
     import torch
     from transformers import LogitsProcessorList, TextStreamer
 
-    from condense.cache_argument import CACHE, cache_of
+    from condense.cache import FoldedCache
+    from condense.cache_argument import CACHE
     from condense.chat import chat_text, end_tokens
     from condense.generation import RefuseNonFiniteLogits
     from condense.text import encode
@@ -173,32 +224,37 @@ def _answer(
         options = options | {"eos_token_id": sorted(end_tokens(model, tokenizer, chat=True)) or None}
         input_ids = encode(tokenizer, chat_text(tokenizer, text), with_first=False)  # the template has a first token
     else:
-        input_ids = encode(tokenizer, text)
+        input_ids = encode(tokenizer, text, with_first=states.continued is None)
+    if not input_ids.numel():
+        raise ValueError(f"the prompt {text!r} has no tokens: pass a text.")
     given = {} if control is None else {"control": torch.tensor([control], device=model.device)}
     start = time.perf_counter()
-    cache = _prefill(model, input_ids[:, :-1], stream, **given)
+    cache = FoldedCache(model.config) if states.continued is None else copy.deepcopy(states.continued)
+    cache.restart_columns()
+    _prefill(model, input_ids[:, :-1], stream, cache, **given)
+    if states.file is not None:
+        _save_state(model, input_ids[:, -1:], cache, states.file, **given)
     middle = time.perf_counter()
     torch.manual_seed(settings["seed"])
-    with torch.no_grad():
-        output = model.generate(
+    num_tokens, written = input_ids.shape[1], input_ids
+    if options["max_new_tokens"]:
+        written = model.generate(
             input_ids.to(model.device),  # with the tokens in the cache: penalties of repeated tokens count them
             attention_mask=torch.ones_like(input_ids, device=model.device),
             **{CACHE: cache},
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
             logits_processor=LogitsProcessorList([RefuseNonFiniteLogits()]),
-            return_dict_in_generate=True,
             **options,
             **given,
         )
     end = time.perf_counter()
-    num_tokens = input_ids.shape[1]
-    new_ids = output.sequences[0, num_tokens:]
+    new_ids = written[0, num_tokens:]
     return {
         "prompt_tokens": num_tokens,
         "prompt_tokens_per_second": (num_tokens - 1) / (middle - start) if num_tokens > 1 else None,
         "new_tokens": len(new_ids),
         "new_tokens_per_second": len(new_ids) / (end - middle),
-        "state_bytes": cache_of(output).num_bytes,
+        "state_bytes": cache.num_bytes,
         "dtype": str(model.dtype).removeprefix("torch."),
         "segment_length": model.config.segment_length,
         "text": tokenizer.decode(new_ids, skip_special_tokens=True),
@@ -254,16 +310,24 @@ def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
     return model, load_tokenizer(source, model.config)
 
 
-def _prefill(model: Any, input_ids: Any, with_bar: bool, **options: Any) -> Any:
-    """Returns the cache after a prompt, None for an empty prompt."""
+def _prefill(model: Any, input_ids: Any, with_bar: bool, cache: Any, **options: Any) -> None:
+    """Reads a prompt, which may be empty, into a cache."""
     from condense.prefill import prefill
     from condense.progress import ProgressBar
 
-    if not input_ids.numel():
-        return None
     num_segments = -(-input_ids.shape[1] // model.config.segment_length)
     with ProgressBar(total=num_segments, unit="segment", desc="reading", disable=not with_bar) as bar:
-        return prefill(model, input_ids, progress=bar.update, restart_columns=False, **options)
+        prefill(model, input_ids, cache, progress=bar.update, restart_columns=False, **options)
+
+
+def _save_state(model: Any, last_token: Any, cache: Any, path: Path, **options: Any) -> None:
+    """Writes the state after a prompt, whose last token `generate` will read into the cache."""
+    from condense.prefill import prefill
+
+    before = cache.snapshot()
+    prefill(model, last_token, cache, **options)
+    cache.save(path, model)
+    cache.restore(before)
 
 
 def _report_answer(figures: dict[str, Any], report: Path | None) -> None:

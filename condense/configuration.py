@@ -13,6 +13,7 @@ from .choices import check_choice
 from .families import FAMILIES, check_family, check_window, folded_fields
 from .laboratories import STOCK_MODELS
 from .peft_support import add_default_targets
+from .remote_code import RemoteCodeConfig
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront", "graph")
@@ -29,7 +30,7 @@ LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 IGNORE_INDEX = -100  # the label of a token that is not predicted
 
 
-class CondenseConfig(LlamaConfig):
+class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     """A `LlamaConfig` with:
 
     segment_length: tokens per segment, L; attention spans the last segment and the current one.

@@ -28,7 +28,11 @@ class BlockCost(NamedTuple):
 
 
 class DecoderBlock(Protocol):
-    """A member of the decoder stack: `CondenseDecoderLayer`, or a module that takes the place of one or more layers."""
+    """A member of the decoder stack: `CondenseDecoderLayer`, or a module that takes the place of one or more layers.
+
+    A cache can be saved if every member with a memory has `attention_evaluations`: how often it computes attention for
+    a token, with keys and values of its own each time.
+    """
 
     def __call__(
         self, input_RTD: torch.Tensor, key_values: KeyValueState | None, metadata: AttentionMetadata

@@ -6,12 +6,24 @@ from importlib import metadata
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION = "condense-llama"
+WHEEL = f"{DISTRIBUTION.replace('-', '_')}-{__version__}-py3-none-any.whl"
 
 requires = cache(metadata.requires)  # parses a long file
+
+
+def how_to_install(extra: str = "") -> str:
+    """Returns the commands that install the package, with the packages of an extra.
+
+    They name files: the package is not on PyPI, where somebody else could take its name.
+    """
+    extras = f"[{extra}]" if extra else ""
+    return f"in a checkout pip install -e '.{extras}', or from its wheel pip install '{WHEEL}{extras}'"
 
 
 def check_installed(command: str, extra: str, without: Collection[str] = ()) -> None:
@@ -33,10 +45,7 @@ def check_installed(command: str, extra: str, without: Collection[str] = ()) -> 
         if (problem := _problem(requirement))
     ]
     if problems:
-        raise ValueError(
-            f"{command} needs {', '.join(problems)}: pip install '{DISTRIBUTION}[{extra}]', or in a checkout "
-            f"pip install -e '.[{extra}]'."
-        )
+        raise ValueError(f"{command} needs {', '.join(problems)}: {how_to_install(extra)}.")
 
 
 def _problem(requirement: "Requirement") -> str | None:

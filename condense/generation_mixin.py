@@ -14,7 +14,26 @@ from .execution.static_decoding import check_static_step
 from .recording import CROP_TOKENS
 
 
-class OwnCacheGenerationMixin(GenerationMixin):
+class NoContinuousBatching:
+    """Refuses transformers' continuous batching, whose cache holds keys and values of all tokens in pages.
+
+    transformers would report what goes wrong in its log only, and return empty answers.
+    """
+
+    @property
+    def init_continuous_batching(self):
+        raise AttributeError  # `transformers serve` looks for it, and without it answers one request after the other
+
+    def continuous_batching_context_manager(self, *arguments, **options):
+        raise ValueError(
+            f"continuous batching (generate_batch) keeps keys and values of all tokens in pages, which a "
+            f"{type(self).__name__} can't use: call generate() with the prompts as a padded batch."
+        )
+
+    generate_batch = continuous_batching_context_manager
+
+
+class OwnCacheGenerationMixin(NoContinuousBatching, GenerationMixin):
     """Generation that always uses the model's own kind of cache."""
 
     cache_implementations: tuple[str, ...] = ()  # transformers' names that apply to this cache

@@ -29,10 +29,12 @@ class HiddenStateAccumulator:
         return r, c, token_RC[r, c]
 
     def chunk_hidden(self, hidden_RTD: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        """Returns the hidden states [n, D] of the chunk's tokens in kept columns."""
+        """Returns the hidden states of the chunk's tokens in kept columns: [R, T, D] if these are the same columns in
+        all rows, otherwise [n, D].
+        """
         if (columns := self.batch.shared_columns(chunk)) is not None:
-            # A copy: a view would keep all hidden states alive.
-            return hidden_RTD[:, max(self.first_column - columns.start, 0) :].clone().flatten(0, 1)
+            skipped = self.first_column - columns.start
+            return hidden_RTD[:, skipped if skipped > 0 else 0 :].clone()  # a view would keep all hidden states alive
         r, _, t = self._selection(chunk)
         return hidden_RTD[on_device(r, hidden_RTD.device), on_device(t, hidden_RTD.device)]
 
@@ -42,15 +44,14 @@ class HiddenStateAccumulator:
         """Returns [B, C, D]; columns before a row's first token of this input have `previous_last_hidden_BD`."""
         batch_size, num_kept = self.token_BC.shape
         if chunk_hidden and all(self.batch.shared_columns(chunk) is not None for chunk, _ in chunk_hidden):
-            rows = [hidden_nD.unflatten(0, (batch_size, -1)) for _, hidden_nD in chunk_hidden if len(hidden_nD)]
-            return torch.cat(rows, dim=1)
+            return torch.cat([hidden_RTD for _, hidden_RTD in chunk_hidden], dim=1)
         kept_nD = previous_last_hidden_BD.repeat_interleave(num_kept, dim=0)
         if chunk_hidden:
             indices = []
             for chunk, _ in chunk_hidden:
                 r, c, _ = self._selection(chunk)
                 indices.append(torch.tensor(chunk.rows)[r] * num_kept + c)
-            hidden_nD = torch.cat([hidden for _, hidden in chunk_hidden])
+            hidden_nD = torch.cat([hidden.flatten(0, -2) for _, hidden in chunk_hidden])
             kept_nD = kept_nD.index_copy(0, on_device(torch.cat(indices), kept_nD.device), hidden_nD)
         return kept_nD.unflatten(0, (batch_size, num_kept))
 

@@ -209,7 +209,7 @@ class CondenseAttention(nn.Module):
         gradient_rows: Rows | None,
     ) -> torch.Tensor:
         """Returns the heads' outputs [R, T, H * E]; queries and keys are not rotated yet."""
-        own, groups = (query_RHTE, key_RGTE, value_RGTE), metadata.row_groups(key_values, len(query_RHTE))
+        own, groups = (query_RHTE, key_RGTE, value_RGTE), metadata.row_groups(key_values, query_RHTE.shape[0])
         if isinstance(key_values, Memory | None) and takes_attention_kernels(*own, key_values, metadata.rotary):
             parts = attention_inputs(*own, key_values, metadata.rotary, gradient_rows)
             outputs = [self._attention(*part, mask) for part, (_, mask, _) in zip(parts, groups, strict=True)]
@@ -278,6 +278,8 @@ class LayerPlaces(NamedTuple):
 
 
 class CondenseDecoderLayer(nn.Module):
+    attention_evaluations = 1
+
     def __init__(self, config: CondenseConfig, layer_idx: int):
         super().__init__()
         self.memory_share = MemoryShare(config.memory_shares[layer_idx])

@@ -17,7 +17,6 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
@@ -27,6 +26,7 @@ from .families import FAMILIES
 from .files import is_lfs_pointer
 from .generation_settings import check_settings
 from .laboratories import REGISTERED_BY, STOCK_MODELS
+from .weights import inner_tensors
 
 ADAPTER_CONFIG = "adapter_config.json"
 JSON_FILES = (
@@ -164,15 +164,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return True
     accurate = torch.promote_types(tensor.dtype, torch.float32)
     return bool(torch.isfinite(tensor.sum(dtype=accurate)))  # does not copy the weight
-
-
-def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a quantized or sharded weight consists of, which may not have all operations itself."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from inner_tensors(getattr(tensor, name))
 
 
 def _check_folder(folder: Path) -> None:

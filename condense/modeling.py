@@ -16,7 +16,7 @@ from .attention import AttentionMetadataBuilder
 from .cache import FoldedCache
 from .cache_argument import CACHE, takes_past_key_values
 from .call import Call
-from .checks import check_attention_name, check_unused
+from .checks import check_attention_name, check_export, check_unused
 from .configuration import CondenseConfig
 from .decoder_stack import DecoderBlock, decoder_stack
 from .embedding import ChunkEmbedder
@@ -103,6 +103,7 @@ class CondenseModel(CondensePreTrainedModel):
             "cache": cache, "inputs_embeds": inputs_embeds, "durations": durations,
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
+        check_export(given)
         if (documents := find_documents(given | unused)) is not None:
             output = documents.pack_output(self.forward(**documents.unpack_arguments(given | unused)))
             return output if return_dict is not False else output.to_tuple()
@@ -168,8 +169,8 @@ class CondenseModel(CondensePreTrainedModel):
     ) -> AttentionMetadataBuilder:
         """Returns the builder of the chunks' attention metadata; `like` gives device and dtype of rotary tables."""
         inputs = TokenInputs(batch, like.device) if token_inputs is None else token_inputs
-        span = self.config.bptt_segments
-        return AttentionMetadataBuilder(self.rotary_emb, like, batch, state, inputs, span, has_cache, not checkpointing)
+        span, shares_masks = self.config.bptt_segments, not (checkpointing or torch.compiler.is_exporting())
+        return AttentionMetadataBuilder(self.rotary_emb, like, batch, state, inputs, span, has_cache, shares_masks)
 
     def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
         """Puts one block, an `nn.Module`, in place of layers `first` to `end - 1`.
@@ -281,6 +282,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
             "control": control, "use_cache": use_cache, "output_hidden_states": output_hidden_states,
         }  # fmt: skip
         more = {"labels": labels, "logits_to_keep": logits_to_keep, "num_items_in_batch": num_items_in_batch}
+        check_export(given | more)
         if (documents := find_documents(given | more | unused)) is not None:
             output = self._forward_documents(documents, given, more | unused)
         else:

@@ -97,7 +97,7 @@ class OutputAccumulator:
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors that the output is computed from. Hooks of FSDP and of ZeRO-3 replace them."""
-        return [*([] if self.loss is None else self.loss.block_losses), *(hidden_nD for _, hidden_nD in self.kept)]
+        return [*([] if self.loss is None else self.loss.block_losses), *(hidden for _, hidden in self.kept)]
 
     def replace_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces the tensors of `tensors`."""
@@ -105,7 +105,7 @@ class OutputAccumulator:
         if self.loss is not None:
             number = len(self.loss.block_losses)
             self.loss.block_losses, rest = rest[:number], rest[number:]
-        self.kept = [(chunk, hidden_nD) for (chunk, _), hidden_nD in zip(self.kept, rest, strict=True)]
+        self.kept = [(chunk, hidden) for (chunk, _), hidden in zip(self.kept, rest, strict=True)]
 
     def last_hidden(self, previous_last_hidden_BD: torch.Tensor) -> torch.Tensor:
         """Returns the final hidden states [B, C, D] of the kept columns."""

@@ -19,6 +19,11 @@ from functools import cached_property
 import torch
 
 
+def all_alike(values: Sequence[int]) -> bool:
+    """Returns whether all numbers are the same; in an export they may be symbols, which a set does not take."""
+    return all(value == values[0] for value in values)
+
+
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copies a host tensor to a device; the host does not wait for the copy."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
@@ -51,12 +56,12 @@ class Chunk:
     @property
     def rectangular(self) -> bool:
         """Tells whether all rows have the same number of tokens."""
-        return len(set(self.counts)) == 1
+        return all_alike(self.counts)
 
     @property
     def uniform(self) -> bool:
         """Tells whether all rows have the same offset, and all or none have a memory: a causal mask is sufficient."""
-        return len(set(self.offsets)) == 1 and len({segment > 0 for segment in self.segments}) == 1
+        return all_alike(self.offsets) and all_alike([segment > 0 for segment in self.segments])
 
     @property
     def whole_segments(self) -> bool:
@@ -107,7 +112,7 @@ class SegmentPositions:
                 segment_length=self.segment_length,
                 rows=rows,
                 starts=[taken[b] for b in rows],
-                counts=[min(self.segment_length - self.offsets[b], lengths[b] - taken[b]) for b in rows],
+                counts=[self._next_count(b, lengths[b] - taken[b]) for b in rows],
                 offsets=[self.offsets[b] for b in rows],
                 segments=[self.segments[b] for b in rows],
             )
@@ -118,6 +123,11 @@ class SegmentPositions:
                 if self.offsets[b] == self.segment_length:
                     self.offsets[b] = 0
                     self.segments[b] += 1
+
+    def _next_count(self, row: int, left: int) -> int:
+        """Returns the tokens of the row's next chunk; `min` would return a symbol in an export."""
+        room = self.segment_length - self.offsets[row]
+        return room if left >= room else left
 
     def is_one_chunk(self, lengths: list[int]) -> bool:
         """Returns whether `chunks` yields one chunk at most."""
@@ -149,7 +159,7 @@ class UnpaddedBatch:
     def shared_columns(self, chunk: Chunk) -> slice | None:
         """Returns the chunk's columns if they are the same in all rows of a batch without padding."""
         start = chunk.starts[0]
-        whole = self.mask_BN is None and chunk.all_rows and chunk.rectangular and len(set(chunk.starts)) == 1
+        whole = self.mask_BN is None and chunk.all_rows and chunk.rectangular and all_alike(chunk.starts)
         return slice(start, start + chunk.width) if whole else None
 
     def gather(self, tensor_BN: torch.Tensor, chunk: Chunk) -> torch.Tensor:

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import find_adapter_config_file
 
+from condense.extras import how_to_install
+
 try:
     from accelerate.utils import find_executable_batch_size
     from lm_eval.__main__ import cli_evaluate
@@ -33,9 +35,7 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import chunks
 except ImportError as error:
-    raise ImportError(
-        f"lm-evaluation-harness is not installed ({error}): pip install 'condense-llama[harness]'."
-    ) from error
+    raise ImportError(f"lm-evaluation-harness is not installed ({error}): {how_to_install('harness')}.") from error
 
 from condense import CondenseConfig, FoldedCache
 from condense.adapters import check_adapter_config

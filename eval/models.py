@@ -1,10 +1,8 @@
 """The models that are evaluated: folded and stock ones, loaded and run in the same way."""
 
 import gc
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,9 @@ from condense.cache_argument import cache_of
 from condense.checks import check_attention, check_dtype
 from condense.fingerprint import fingerprint
 from condense.generation import RefuseNonFiniteLogits
-from condense.loading import check_source, inner_tensors, load_config, load_model, load_tokenizer
+from condense.loading import check_source, load_config, load_model, load_tokenizer
 from condense.prefill import columns_per_call
+from condense.weights import weights_fingerprint
 
 from .decode_state import state_bytes
 from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts
@@ -62,7 +61,7 @@ class EvaluatedModel:
                 **_share(self.config),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": model.device.type,
-                "weights": _hash_of_weights(model),
+                "weights": weights_fingerprint(model),
             } | ({} if self._settings is None else {SETTINGS_OF_SOURCE: self._settings})
         return dict(self._description)
 
@@ -108,27 +107,6 @@ def _share(config: Any) -> dict[str, Any]:
     if isinstance(share, list) and len(set(share)) == 1:
         (share,) = set(share)
     return {} if share == 1 else {"memory_share": share}
-
-
-def _hash_of_weights(model: Any) -> str:
-    """Returns the hash of the weights, which tells a model from one that was trained further in the same folder."""
-    digest, tied = hashlib.sha256(), getattr(model, "all_tied_weights_keys", {})
-    for prefix, module in model.named_modules():
-        with _weights_of(module):
-            for name, parameter in module.named_parameters(recurse=False):
-                if f"{prefix}.{name}" not in tied:
-                    for tensor in inner_tensors(parameter.detach()):
-                        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
-
-
-def _weights_of(module: Any) -> Any:
-    """Returns a context in which a module's weights can be read, even if a device map keeps them elsewhere."""
-    if not hasattr(module, "_hf_hook"):
-        return nullcontext()
-    from accelerate.utils import align_module_device
-
-    return align_module_device(module, torch.device("cpu"))
 
 
 def split_name(named: str) -> tuple[str, str]:

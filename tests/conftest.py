@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -153,7 +154,7 @@ def novel() -> Path:
 # Each fork leaves the loop and runs its code as `python -c` would.
 FORKS_AFTER_IMPORT = """
 import gc, json, os, sys
-import condense
+import IMPORTED
 gc.freeze()  # a fork would copy what it collects when it ends
 for line in sys.stdin:
     code, arguments, folder = json.loads(line)
@@ -170,7 +171,7 @@ exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
 
 class NewProcesses:
-    """Runs code in new processes that have imported `condense` and nothing else; the import is done once for all."""
+    """Runs code in new processes that have imported one package and nothing else; the import is done once for all."""
 
     def __init__(self, server: subprocess.Popen, folder: Path):
         self.server, self.folder = server, folder
@@ -186,11 +187,24 @@ class NewProcesses:
 
 @pytest.fixture(scope="session")
 def new_process() -> Iterator[NewProcesses]:
-    command = [sys.executable, "-c", FORKS_AFTER_IMPORT]
+    with new_processes("condense") as processes:
+        yield processes
+
+
+@contextmanager
+def new_processes(imported: str) -> Iterator[NewProcesses]:
+    """The modules of models' remote code are kept in a folder of these processes."""
+    command = [sys.executable, "-c", FORKS_AFTER_IMPORT.replace("IMPORTED", imported)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
         TemporaryDirectory() as folder,
-        subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as server,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            start_new_session=True,
+            env=os.environ | {"HF_MODULES_CACHE": f"{folder}/modules"},
+            **pipes,
+        ) as server,
     ):
         try:
             yield NewProcesses(server, Path(folder))

@@ -287,3 +287,77 @@ def test_an_interrupted_file_of_answers_says_how_it_goes_on(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[-1] == said
     with AnswerFile(path, prompts, {}) as file:
         assert file.num_answered == 1
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text(TEXT * 3)
+    return path
+
+
+SHORT = ["--segment-length", 16, "--max-new-tokens", 12]
+
+
+@pytest.mark.parametrize("options", [[], ["--fixed-decoding"]])
+@pytest.mark.parametrize("prompt", ["The grass is", "The"])
+def test_a_book_is_read_once(llama, book, prompt, options, tmp_path):
+    """The answer after a state is that after the whole text, and the state is not changed by an answer."""
+    command = ["--model", llama, *SHORT, *options]
+    state = tmp_path / "book.state"
+    first = text_of(tmp_path, *command, "--prompt-file", book, "--save-state", state)
+    assert first == text_of(tmp_path, *command, "--prompt-file", book)
+    written = state.read_bytes()
+    expected = text_of(tmp_path, *command, "--prompt-file", book, "--prompt", prompt)
+    for _ in range(2):
+        assert text_of(tmp_path, *command, "--load-state", state, "--prompt", prompt) == expected
+    assert state.read_bytes() == written
+    assert text_of(tmp_path, *command, "--prompt", prompt) != expected
+
+
+def test_a_second_volume_goes_on_after_the_first(llama, book, tmp_path):
+    """A state may replace its own file; no token needs to be written."""
+    command, state = ["--model", llama, "--segment-length", 16], tmp_path / "state"
+    assert text_of(tmp_path, *command, "--prompt-file", book, "--max-new-tokens", 0, "--save-state", state) == ""
+    run(*command, "--prompt-file", book, "--load-state", state, "--save-state", state, "--max-new-tokens", 0)
+    (tmp_path / "both.txt").write_text(TEXT * 6)
+    expected = text_of(tmp_path, *command, "--prompt-file", tmp_path / "both.txt", "--prompt", "The sky")
+    assert text_of(tmp_path, *command, "--load-state", state, "--prompt", "The sky") == expected
+
+
+def test_each_prompt_continues_the_same_state(llama, book, tmp_path):
+    texts, state, answers = ["The grass is", "The", TEXT], tmp_path / "state", tmp_path / "answers.jsonl"
+    run("--model", llama, "--segment-length", 16, "--prompt-file", book, "--save-state", state, "--max-new-tokens", 0)
+    command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", texts), "--answers", answers]
+    run(*command, "--load-state", state)
+    found = [json.loads(line)["text"] for line in answers.read_text().splitlines()]
+    command[4:6] = command[-2:] = []  # the field of --prompts, and --answers
+    alone = ["--model", llama, "--segment-length", 16, "--max-new-tokens", 6, "--prompt-file", book]
+    assert found == [text_of(tmp_path, *alone, "--prompt", text) for text in texts]
+    again = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", texts), "--answers", answers]
+    assert "under these options" in refusal(*again)  # without the state
+    run("--model", llama, "--segment-length", 16, "--prompt", "x", "--save-state", state, "--max-new-tokens", 0)
+    assert "under these options" in refusal(*again, "--load-state", state)  # with another one
+
+
+def test_states_that_do_not_fit_are_refused_before_a_model_is_read(llama, book, tmp_path, monkeypatch):
+    state, command = tmp_path / "state", ["--model", llama, "--segment-length", 16]
+    run(*command, "--prompt-file", book, "--save-state", state, "--max-new-tokens", 0)
+    assert "segment_length=16, and this one has 8" in refusal(
+        "--model", llama, "--segment-length", 8, "--load-state", state, "--prompt", "The"
+    )
+    monkeypatch.setattr("condense.loading.load_model", lambda *_, **__: pytest.fail("read a model"))
+    prompts = write_prompts(tmp_path / "prompts.jsonl", ["The"])[:4]
+    for arguments, message in (
+        (["--load-state", state], "there is no prompt"),
+        (["--load-state", book, "--prompt", "The"], "book.txt can't be read as a state"),
+        (["--load-state", tmp_path / "no", "--prompt", "The"], "can't be read as a state (No such file"),
+        (["--save-state", book, "--prompt", "The"], "book.txt exists and is not a state: pass another path"),
+        (["--save-state", tmp_path / "no" / "state", "--prompt", "The"], "there is no folder"),
+        (["--load-state", state, "--chat", "--prompt", "The"], f"--load-state {state}: --chat wraps"),
+        (["--save-state", state, "--chat", "--prompt", "The"], f"--save-state {state}: --chat wraps"),
+        (["--save-state", state, *prompts, "--answers", tmp_path / "a"], "doesn't go with --prompts"),
+        (["--max-new-tokens", 0, "--prompt", "The"], "--max-new-tokens 0 only reads: pass --save-state"),
+    ):
+        assert message in refusal(*command, *arguments)
+    assert book.read_text() == TEXT * 3

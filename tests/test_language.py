@@ -25,6 +25,7 @@ PHRASES = {
     r"\bin the place of\b": "in place of",
     r'"""(?:Of|Those|What)\b': "Begin a docstring with a verb.",
     r"(?:^|[.:;] )Those (?:of|that|with|which)\b": "Name the things.",
+    r"""pip install ['"]?condense[-_]llama(?!-)""": "how_to_install() of condense.extras: PyPI has no such package.",
 }
 
 
@@ -45,7 +46,7 @@ def test_avoided_phrases_are_found(tmp_path, monkeypatch):
     path = tmp_path / "page.md"
     path.write_text(
         'It is no map.\nIt is no longer.\nAll but for one.\n"""Of a map."""\nNo. Those of maps.\nThere is no map.\n'
-        "All in the place of one.\n"
+        "All in the place of one.\npip install 'condense-llama[eval]'\npip install condense_llama-1.whl\n"
     )
     monkeypatch.setattr("tests.test_language.ROOT", tmp_path)
-    assert [len(found(pattern, path)) for pattern in PHRASES] == [1, 1, 0, 0, 1, 1, 1]
+    assert [len(found(pattern, path)) for pattern in PHRASES] == [1, 1, 0, 0, 1, 1, 1, 1]

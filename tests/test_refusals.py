@@ -10,6 +10,7 @@ import condense.cli
 from condense import extras
 from condense.training.preflight import check_run
 from condense.training.recipe import load_recipe
+from condense.version import __version__
 
 pytestmark = pytest.mark.unit
 
@@ -54,8 +55,8 @@ def are_missing(monkeypatch):
 def test_missing_packages(missing, extra, arguments, are_missing, nothing_is_loaded):
     are_missing(missing)
     said = refusal(*arguments)
-    assert f"needs {missing} (missing): pip install 'condense-llama[{extra}]'" in said
-    assert f"pip install -e '.[{extra}]'" in said
+    assert f"needs {missing} (missing): in a checkout pip install -e '.[{extra}]'" in said
+    assert f"or from its wheel pip install 'condense_llama-{__version__}-py3-none-any.whl[{extra}]'" in said
 
 
 def test_packages_that_a_use_goes_without_may_be_missing(are_missing):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from condense.extras import WHEEL
+
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +60,8 @@ def pip(*arguments) -> None:
 
 
 def test_one_package_and_its_script_are_installed_with_all_their_files(wheel):
-    """The script has the name of the distribution, which no other one can have."""
+    """The script has the name of the distribution, which no other one can have. Messages name the wheel's file."""
+    assert wheel.name == WHEEL
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"condense", "condense_llama", "condense_llama.py"}
     for folder in ("training", "eval", "deepspeed_configs"):

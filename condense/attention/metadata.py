@@ -5,7 +5,6 @@ Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E h
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class AttentionMetadataBuilder:
         self.segment_length = state.positions.segment_length
         self.timeline, self.token_inputs = state.timeline, token_inputs
         self.bptt_segments, self.has_cache = bptt_segments, has_cache
-        self._tables: dict[tuple[int, int], RotaryTables] = {}
+        self._tables: dict[int, RotaryTables] = {}  # of whole segments, by their first position
         self._masks: dict[tuple[Any, ...], torch.Tensor] | None = {} if shares_masks else None
 
     def build(self, chunk: Chunk) -> AttentionMetadata:
@@ -109,9 +108,9 @@ class AttentionMetadataBuilder:
     def _tables_of(self, chunk: Chunk) -> tuple[RotaryTables, RotaryTables, torch.Tensor | None]:
         """Returns tables after the memory and as the next memory, and log durations [R, K] or None."""
         if self.timeline is None and chunk.uniform:
-            first = chunk.offsets[0]
-            after_memory = self._consecutive(first + chunk.memory_lengths[0], chunk.width)
-            return after_memory, self._consecutive(first, chunk.width), None
+            first, memory_length = chunk.offsets[0], chunk.memory_lengths[0]
+            own = self._consecutive(first, chunk.width)
+            return self._consecutive(first + memory_length, chunk.width) if memory_length else own, own, None
         position_RT, local_RT, log_duration_RK = self._positions(chunk)
         return self._rotary(position_RT), self._rotary(local_RT), log_duration_RK
 
@@ -130,13 +129,14 @@ class AttentionMetadataBuilder:
         return position_RT, local_RT, on_device(log_duration_RK.to(accurate), self.like.device)
 
     def _consecutive(self, first: int, width: int) -> RotaryTables:
-        """Returns the tables of all rows at consecutive positions: most segments begin at the same position."""
-        if (first, width) not in self._tables:
-            positions = partial(torch.arange, first, first + width)
-            keeps = getattr(self.rotary_emb, "kept_tables", None) if width == self.segment_length else None
-            make = lambda: self._rotary(positions()[None])  # noqa: E731
-            self._tables[first, width] = make() if keeps is None else keeps(first, width, self.like, make)
-        return self._tables[first, width]
+        """Returns the tables of all rows at consecutive positions; whole segments share theirs."""
+        make = lambda: self._rotary(torch.arange(first, first + width)[None])  # noqa: E731
+        if width != self.segment_length:
+            return make()
+        if first not in self._tables:
+            keeps = getattr(self.rotary_emb, "kept_tables", None)
+            self._tables[first] = make() if keeps is None else keeps(first, width, self.like, make)
+        return self._tables[first]
 
     def _rotary(self, position_RT: torch.Tensor) -> RotaryTables:
         return rotary_tables(self.rotary_emb, self.like, on_device(position_RT, self.like.device))

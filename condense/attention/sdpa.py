@@ -56,7 +56,7 @@ def _bias(query_RHTE: torch.Tensor, num_keys: int, mask: AttentionMask) -> tuple
         return None, True  # upper left and lower right are the same here
     if num_queries == 1:
         return None, False  # the last query sees all keys
-    if query_RHTE.is_cuda:
+    if query_RHTE.is_cuda and not torch.compiler.is_exporting():  # an exported program can't make this bias
         return causal_lower_right(num_queries, num_keys), False
     return _visible_keys(query_RHTE, num_keys, mask), False
 

@@ -24,11 +24,12 @@ from ..families import FAMILIES
 from ..files import use_default_mode
 from ..generation_mixin import OwnCacheGenerationMixin
 from ..laboratories import DEPTH_LLAMA
+from ..remote_code import RemoteCodeConfig
 from ..shared_weights import share_weights
 from .late_cache import LateCache
 
 
-class WrapperConfig(PreTrainedConfig):
+class WrapperConfig(RemoteCodeConfig, PreTrainedConfig):
     """A configuration with `base`: the base model's configuration, or its fields."""
 
     sub_configs = {"base": AutoConfig}

@@ -166,6 +166,11 @@ class DepthBlock(DepthFlow):
         super().__init__(build_field(config, settings), settings)
         self.position = settings.position
 
+    @property
+    def attention_evaluations(self) -> int:
+        """Returns how often a token's attention is computed."""
+        return num_fixed_evaluations(self.settings) if isinstance(self.field, LayerField) else 0
+
     @staticmethod
     def cost(settings: Mapping[str, Any]) -> BlockCost:
         """Raises `ValueError` for an adaptive solver, because its evaluations depend on the text."""

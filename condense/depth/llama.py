@@ -18,16 +18,18 @@ from ..configuration import CondenseConfig
 from ..control import check_control, check_control_of_prompt, control_of_columns, drafts_with_control, zero_control
 from ..conversion import with_weights_of
 from ..families import family_of
+from ..generation_mixin import NoContinuousBatching
 from ..laboratories import DEPTH_LLAMA
 from ..modeling import CondenseForCausalLM
 from ..peft_support import add_default_targets
+from ..remote_code import RemoteCodeConfig
 from ..transformers_private import LlamaAttention, LlamaDecoderLayer
 from .block import build_field
 from .settings import DepthSettings
 from .stock import StockDepthBlock
 
 
-class DepthLlamaConfig(LlamaConfig):
+class DepthLlamaConfig(RemoteCodeConfig, LlamaConfig):
     """A `LlamaConfig` with `depth`, the settings of the block; `num_hidden_layers` counts the block."""
 
     model_type = DEPTH_LLAMA
@@ -73,7 +75,7 @@ class DepthLlamaModel(LlamaModel):
         self.post_init()
 
 
-class DepthLlamaForCausalLM(LlamaForCausalLM):
+class DepthLlamaForCausalLM(NoContinuousBatching, LlamaForCausalLM):
     """A stock Llama with a depth block in place of some layers; create it with `convert_to_depth`."""
 
     config: DepthLlamaConfig

@@ -7,6 +7,8 @@ sentence by sentence. A sentence ends where an English one ends or at a line bre
 CNN/DailyMail. So summaries do not need line breaks for it.
 """
 
+from condense.extras import how_to_install
+
 METRICS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
 UNSTEMMED = {f"{name}_unstemmed": title.replace("ROUGE", "unstemmed") for name, title in METRICS.items()}
 SCORES = METRICS | UNSTEMMED
@@ -23,7 +25,7 @@ class Rouge:
         except ImportError as error:
             raise ValueError(
                 f"summaries cannot be scored without the packages rouge-score and sentencex ({error}): "
-                "pip install 'condense-llama[eval]'."
+                f"{how_to_install('eval')}."
             ) from error
         self._stemmed, self._unstemmed = (RougeScorer(list(METRICS), use_stemmer=stems) for stems in (True, False))
         self._tokenize, self._segment = tokenize, segment

@@ -100,13 +100,6 @@ def test_auto_model_is_the_base_of_the_checkpoint(tmp_path):
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
 
 
-def test_a_forward_pass_can_be_exported():
-    model = tiny_model(torch.float32, num_hidden_layers=2).eval()
-    program = torch.export.export(model, (random_ids(2, 13),), {"use_cache": False})
-    ids = random_ids(2, 13, seed=1)
-    torch.testing.assert_close(program.module()(ids, use_cache=False).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
-
-
 def test_hidden_states_of_calls_in_several_threads():
     model = tiny_model().eval()
     texts = [random_ids(1, 7 + 8 * number, seed=number) for number in range(4)]

@@ -12,6 +12,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from condense import CondenseForCausalLM, CondenseModel
 from condense.card import CARD
+from condense.version import __version__
 
 from ..commands import printed
 from .models import random_ids, tiny_config, tiny_model
@@ -29,7 +30,8 @@ def saved(model, folder, **options):
 def python_of(card, folder):
     """The names that the card's lines of Python define, with the folder in its place."""
     (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
-    assert "import condense" in code and "pip install condense-llama" in card.text
+    assert "import condense" in code and "condense-llama. It is not on PyPI" in card.text
+    assert f"pip install condense_llama-{__version__}-py3-none-any.whl" in card.text
     names = {}
     exec(code.replace("THIS_FOLDER", str(folder)), names)
     return names
@@ -110,4 +112,6 @@ def test_adapters_have_the_card_of_peft(tmp_path):
         pytest.skip(f"this transformers adds adapters with PEFT {MIN_PEFT_VERSION} or newer")
     model.add_adapter(settings)  # transformers' own
     model.save_pretrained(tmp_path / "transformers")
-    assert not (tmp_path / "transformers" / CARD).exists()
+    assert not {CARD, "condense_remote.py", "config.json"} & {
+        path.name for path in (tmp_path / "transformers").iterdir()
+    }

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, T
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from condense import CondenseForCausalLM, CondenseModel, FoldedCache, modeling, to_stock
+from condense.autoregressivity import MultiTokenForCausalLM
+from condense.depth import convert_to_depth, to_depth_llama
 from condense.generation import RefuseNonFiniteLogits
 from condense.recording import CROP_TOKENS
 
@@ -209,6 +211,27 @@ def test_generation_without_a_cache(side):
     assert torch.equal(output.sequences, generated(model, ids, use_cache=None, **options).sequences)
     for text, more in ((ids[:1], {"num_beams": 3}), (ids[1:2], {"new_token_duration": 0.5})):
         assert torch.equal(generated(model, text, use_cache=False, **more), generated(model, text, **more))
+
+
+UNPAGED = {
+    "folded": lambda: tiny_model(attn_implementation="sdpa"),
+    "stock hybrid": lambda: to_depth_llama(convert_to_depth(tiny_model(attn_implementation="sdpa"), 1, 2)),
+    "wrapper": lambda: MultiTokenForCausalLM.from_base(to_stock(tiny_model(attn_implementation="sdpa")), 2),
+}
+
+
+@pytest.mark.parametrize("kind", UNPAGED)
+def test_continuous_batching_is_refused(kind):
+    """transformers returned empty answers. `transformers serve` asks whether a model has the method."""
+    model = UNPAGED[kind]()
+    assert not hasattr(model, "init_continuous_batching")
+    for start in (
+        lambda: model.generate_batch([[3, 4], [5]], max_new_tokens=2),
+        lambda: model.continuous_batching_context_manager().__enter__(),
+        lambda: generated(model, random_ids(1, 4), cache_implementation="paged"),
+    ):
+        with pytest.raises(ValueError, match=rf"continuous batching .*{type(model).__name__} can't use: call generate"):
+            start()
 
 
 @pytest.mark.parametrize("stored", [{"use_cache": False}, {"cache_implementation": "offloaded"}])

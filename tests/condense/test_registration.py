@@ -1,7 +1,9 @@
 """Where libraries look for a model by its names, the models of this package are found."""
 
-import json
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import transformers
@@ -21,11 +23,36 @@ CAUSAL_LMS = [
 ]
 
 
-@pytest.mark.parametrize("model_class", CAUSAL_LMS, ids=lambda model_class: model_class.__name__)
+def by_name(parameter):
+    return parameter.__name__
+
+
+@pytest.mark.parametrize("model_class", CAUSAL_LMS, ids=by_name)
 def test_a_causal_language_model_is_in_the_tables(model_class):
     config_class = model_class.config_class
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] == model_class.__name__
     assert AutoModelForCausalLM._model_mapping[config_class] is model_class
+
+
+@pytest.mark.parametrize("model_class", [*CAUSAL_LMS, CondenseModel, depth.DepthLlamaModel], ids=by_name)
+def test_a_class_is_found_where_a_checkpoint_names_it(model_class):
+    assert getattr(transformers, model_class.__name__) is model_class
+
+
+@pytest.mark.parametrize("before", ["import transformers", "import transformers, transformers.processing_utils", ""])
+def test_a_class_is_found_by_libraries_imported_before_and_after(before):
+    """transformers makes a second module of itself when it loads its processors."""
+    code = f"""
+{before}
+import condense
+from transformers import ProcessorMixin
+class After:
+    import transformers
+held = {{After.transformers, *([transformers] if "transformers" in globals() else [])}}
+assert all(module.CondenseForCausalLM is condense.CondenseForCausalLM for module in held)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_base_models_are_in_the_tables():
@@ -62,4 +89,5 @@ def test_trl_trains_a_folded_folder(folded, tmp_path):
     assert type(trainer.model) is CondenseForCausalLM and trainer.model.config.segment_length == 16
     trainer.train()
     trainer.save_model(tmp_path / "trained")
-    assert "auto_map" not in json.loads((tmp_path / "trained" / "config.json").read_text())
+    again = trl.SFTTrainer(str(tmp_path / "trained"), args=arguments, train_dataset=data)  # the file has an auto_map
+    assert type(again.model) is CondenseForCausalLM

@@ -132,7 +132,7 @@ def test_every_evaluation_takes_it(name, folders, tokenizer, tmp_path):
 @pytest.mark.parametrize("name", ["mamba", "rwkv", "jamba", "gpt2"])
 def test_the_harness_scores_and_writes_what_the_model_does(name, folders, tokenizer):
     """Contexts of different lengths in one batch; of Mamba also ones that are longer than the harness's default."""
-    pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
+    pytest.importorskip("lm_eval", reason="needs the extra harness")
     from lm_eval.api.instance import Instance
 
     from condense.eval.harness import StockLM

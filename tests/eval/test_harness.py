@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
-pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
+pytest.importorskip("lm_eval", reason="needs the extra harness")
 
 import lm_eval
 from lm_eval import simple_evaluate
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(folders, monkeypatch):
         load(folders / "folded", tokenizer=word_tokenizer([TEXT + " more words"]))
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     spec = condense.eval.harness.__spec__
-    with pytest.raises(ImportError, match=re.escape("pip install 'condense-llama[harness]'")):
+    with pytest.raises(ImportError, match=re.escape("pip install -e '.[harness]'")):
         spec.loader.exec_module(module_from_spec(spec))
 
 

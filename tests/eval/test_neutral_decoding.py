@@ -113,7 +113,7 @@ def test_sampled_texts_of_ablations(pair):
 
 
 def test_the_harness(pair, tmp_path):
-    lm_eval = pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
+    lm_eval = pytest.importorskip("lm_eval", reason="needs the extra harness")
     from lm_eval.api.instance import Instance
 
     from condense.eval.harness import CondenseLM, StockLM

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
-pytest.importorskip("lm_eval", reason="needs pip install 'condense-llama[harness]'")
+pytest.importorskip("lm_eval", reason="needs the extra harness")
 
 import lm_eval
 import wonderwords

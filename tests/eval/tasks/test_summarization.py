@@ -292,7 +292,7 @@ def test_what_a_caller_may_get_wrong(folded, data, tmp_path):
 
 def test_a_missing_metric_is_an_error_before_anything_else(data, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(ValueError, match=r"rouge-score .*pip install 'condense-llama\[eval\]'"):
+    with pytest.raises(ValueError, match=r"rouge-score .*pip install -e '.\[eval\]'"):
         evaluate("summarization", tmp_path / "out", models=["nowhere"], data=str(data))
     with pytest.raises(ValueError, match=r"pip install"):
         Summarization(GREEDY, [], Corpus([], [], {}))

@@ -25,8 +25,8 @@ from .transforms import autocast_dtype
 
 # The fields that a cache and a model must have in common.
 SHARED_FIELDS = (
-    "segment_length", "position_anchor", "num_hidden_layers", "memory_shares", "num_key_value_heads", "head_dim",
-    "hidden_size", "rope_parameters", "depth",
+    "segment_length", "position_anchor", "num_hidden_layers", "memory_shares", "sink_token_id", "num_key_value_heads",
+    "head_dim", "hidden_size", "rope_parameters", "depth",
 )  # fmt: skip
 
 

@@ -39,6 +39,8 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     memory_share: the share a of a layer's output Y in what it stores of a segment, beside its input X:
         M = X + a (Y - X). One number, or a list with one for each layer; with any above 0 information passes through
         any number of segments.
+    sink_token_id: the token whose keys and values, as at the beginning of a text, stand in place of each memory's first
+        row (an attention sink); None for none. They are constants of the model, and no part of a text's state.
     bptt_segments: None lets gradients cross every segment border; `k` detaches the memory after
         segments k, 2k, 3k ..., so a graph spans k segments.
     schedule: the order in which (layer, segment) cells run: `"sequential"` runs all layers of a segment and
@@ -59,6 +61,7 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     segment_length: int = 512
     memory_source: str = "layer_output"
     memory_share: float | list[float] = 1.0
+    sink_token_id: int | None = None
     bptt_segments: int | None = None
     schedule: str = "auto"
     position_anchor: str = "end"
@@ -81,6 +84,7 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
         check_family(self.family)
         check_window(self.window or {}, self.segment_length)
         _check_rope_length(self)
+        _check_sink(self.sink_token_id, self.vocab_size)
         if self.bptt_segments is not None:
             _check_count("bptt_segments", self.bptt_segments, " or None for full backpropagation")
         for name, choices in (
@@ -207,6 +211,16 @@ def _check_share(share: Any, num_layers: int) -> None:
     for one in share if isinstance(share, list) else [share]:
         if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
             raise ValueError(f"memory_share={share!r}: pass a number from 0 to 1, or a list of them.")
+
+
+def _check_sink(token_id: Any, vocab_size: int) -> None:
+    if token_id is None:
+        return
+    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+        raise ValueError(
+            f"sink_token_id={token_id!r} is no token of a vocabulary of {vocab_size}: pass the id of one, such as "
+            "bos_token_id, or None for no sink."
+        )
 
 
 def _check_count(name: str, value, alternative: str = "") -> None:

@@ -146,8 +146,8 @@ class Timeline:
     Positions are local to the pair (memory, current segment), because rotary attention depends only on differences.
     """
 
-    def __init__(self, positions: SegmentPositions, anchor: str):
-        self.anchor = anchor
+    def __init__(self, positions: SegmentPositions, anchor: str, has_sink: bool = False):
+        self.anchor, self.has_sink = anchor, has_sink
         # Tokens that were read earlier without durations have a duration of one unit.
         self.durations_BL = torch.ones(len(positions.offsets), positions.segment_length, dtype=torch.float64)
         self.memory_BL = torch.ones_like(self.durations_BL)
@@ -175,7 +175,8 @@ class Timeline:
         # A single sum from the segment's beginning: positions do not depend on how the text is cut into chunks.
         passed_RT = torch.cat([self.elapsed_B[rows_R, None], duration_RT], dim=1).cumsum(1)[:, 1:]
         seen_RT = passed_RT + self.memory_total_B[rows_R, None]
-        blind = (seen_RT <= 0).nonzero()
+        sees_sink_R1 = torch.tensor([[self.has_sink and segment > 0] for segment in chunk.segments])
+        blind = ((seen_RT <= 0) & ~sees_sink_R1).nonzero()
         if len(blind):
             row, token = blind[0].tolist()
             raise ValueError(
@@ -210,8 +211,11 @@ class Timeline:
             timeline.roll(chunk.completed_rows)
 
     def log_durations(self, rows: list[int]) -> torch.Tensor:
-        """Returns the logarithms [R, 2L] of the durations of [memory ; current segment]."""
-        return torch.cat([self.memory_BL[rows], self.durations_BL[rows]], dim=1).log()
+        """Returns the logarithms [R, 2L] of the durations of [memory ; current segment]; a sink has one unit."""
+        logarithms_RK = torch.cat([self.memory_BL[rows], self.durations_BL[rows]], dim=1).log()
+        if self.has_sink:
+            logarithms_RK[:, 0] = 0.0
+        return logarithms_RK
 
     def roll(self, rows: list[int]) -> None:
         """Makes the current segment of `rows`, which is complete, their memory."""

@@ -293,13 +293,14 @@ class CondenseDecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, Memory | None]:
         """Returns the output [R, T, D] and, if `metadata.writes_memory`, the keys and values for the next segment."""
         # An undetached memory of the input reuses this segment's keys and values, rotated differently.
-        from_input = metadata.writes_memory and self.memory_share.takes_input and not any(metadata.detach_R)
+        takes_input = self.memory_share.takes_input or metadata.remembers_input
+        from_input = metadata.writes_memory and takes_input and not any(metadata.detach_R)
         places = self._places(input_RTD)
         input_RTD, normed_RTD = norm_of_input(self.input_layernorm, input_RTD, places.attention)
         attention_RTD, memory = self.self_attn(normed_RTD, key_values, metadata, remembers_input=from_input)
         residual_RTD, normed_RTD = norm_of_sum(self.post_attention_layernorm, attention_RTD, input_RTD, places.mlp)
         from_output = self.memory_share.takes_output and not has_hooks(self.memory_share)
-        if metadata.writes_memory and from_output and not any(metadata.detach_R):
+        if metadata.writes_memory and from_output and not from_input and not any(metadata.detach_R):
             output_RTD, normed_RTD = norm_of_sum(
                 self.input_layernorm, self.mlp(normed_RTD), residual_RTD, places.memory
             )

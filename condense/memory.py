@@ -10,7 +10,7 @@ import torch
 
 from .configuration import CondenseConfig
 from .durations import Timeline
-from .segmentation import Chunk, SegmentPositions
+from .segmentation import Chunk, SegmentPositions, on_device
 from .transforms import join
 
 
@@ -50,6 +50,14 @@ class Memory(NamedTuple):
     def at_evaluation(self, number, num_evaluations):
         return self
 
+    def with_sink(self, sink: "Memory | None", chunk: Chunk) -> "Memory":
+        """Returns the memory with the sink [1 or R, G, 1, E] in place of a segment's first token, in the rows whose
+        segment begins with the chunk."""
+        if sink is None or 0 not in chunk.offsets:
+            return self
+        begins = [offset == 0 for offset in chunk.offsets]
+        return Memory(*(_with_first(own, first, begins) for own, first in zip(self, sink, strict=True)))
+
     def rows(self, first: int, end: int | None) -> "Memory":
         return Memory(self.key_RGKE[first:end], self.value_RGKE[first:end])
 
@@ -65,6 +73,14 @@ class Memory(NamedTuple):
     def append(self, other: "Memory") -> "Memory":
         """Joins the rows of both."""
         return Memory(*(join(pair) for pair in zip(self, other, strict=True)))
+
+
+def _with_first(memory_RGTE: torch.Tensor, sink_RG1E: torch.Tensor, begins: Sequence[bool]) -> torch.Tensor:
+    first_RG1E = sink_RG1E.to(memory_RGTE.dtype).expand(len(memory_RGTE), -1, -1, -1)
+    if not all(begins):
+        begins_R111 = on_device(torch.tensor(begins), memory_RGTE.device)[:, None, None, None]
+        first_RG1E = torch.where(begins_R111, first_RG1E, memory_RGTE[:, :, :1])
+    return join([first_RG1E, memory_RGTE[:, :, 1:]], dim=2)
 
 
 class RecurrentState(Protocol):

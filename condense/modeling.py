@@ -34,6 +34,7 @@ from .pretrained_model import CondensePreTrainedModel
 from .rotary import RotaryEmbedding
 from .segmentation import UnpaddedBatch
 from .shared_weights import share_weights
+from .sinks import begins_memory, compute_sinks
 from .source_name import name_as_in_memory
 from .token_inputs import TokenInputs
 
@@ -126,7 +127,7 @@ class CondenseModel(CondensePreTrainedModel):
         like = call.like_hidden(self.norm.weight)
         new = TransientState.empty(batch.batch_size, self.config)
         state = new if cache is None else cache.start(batch.batch_size, like)
-        timeline = call.token_inputs.start(state, self.config.position_anchor, like)
+        timeline = call.token_inputs.start(state, self.config, like)
         checkpointing = call.checkpoint_function is not None
         segments = (call.checkpoint_segments or 1) if checkpointing else None
         layers = self.layers_in_use
@@ -138,13 +139,13 @@ class CondenseModel(CondensePreTrainedModel):
         )
         state.timeline = timeline  # all checks are done: the state may change
 
-        metadata = self.metadata_builder(like, batch, state, call.token_inputs, cache is not None, checkpointing)
         if call.checkpoint_segments is None and schedule.stack is not None:
             cell_tokens = batch.batch_size * self.config.segment_length
             segments = default_checkpoint_segments(self.config, cell_tokens, like.element_size())
         executor = make_executor(schedule, layers, state, embed, call.checkpoint_function, segments or 1)
         recomputed = [one for one in (layers, embedding) if one is not None] if checkpointing else []
         with share_weights(recomputed, sums=not state.positions.is_one_chunk(batch.lengths)):
+            metadata = self.metadata_builder(like, batch, state, call.token_inputs, cache is not None, checkpointing)
             for chunk in state.positions.chunks(batch.lengths):
                 accumulated.add(executor.submit(metadata.build(chunk)))
             accumulated.add(executor.finish())
@@ -167,10 +168,16 @@ class CondenseModel(CondensePreTrainedModel):
         has_cache: bool = False,
         checkpointing: bool = False,
     ) -> AttentionMetadataBuilder:
-        """Returns the builder of the chunks' attention metadata; `like` gives device and dtype of rotary tables."""
+        """Returns the builder of the chunks' attention metadata; `like` gives device and dtype of rotary tables.
+
+        Computes the sinks if a chunk writes the beginning of a memory.
+        """
         inputs = TokenInputs(batch, like.device) if token_inputs is None else token_inputs
         span, shares_masks = self.config.bptt_segments, not (checkpointing or torch.compiler.is_exporting())
-        return AttentionMetadataBuilder(self.rotary_emb, like, batch, state, inputs, span, has_cache, shares_masks)
+        sinks = compute_sinks(self, like) if begins_memory(state.positions, batch.lengths, has_cache) else None
+        return AttentionMetadataBuilder(
+            self.rotary_emb, like, batch, state, inputs, span, has_cache, shares_masks, sinks
+        )
 
     def replace_layers(self, first: int, end: int, block: DecoderBlock) -> None:
         """Puts one block, an `nn.Module`, in place of layers `first` to `end - 1`.

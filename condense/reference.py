@@ -2,6 +2,7 @@
 
     memory        M = Y_n(s - 1), layer n's own output for segment s - 1            (equation 17; none in segment 1)
                   or X_n(s - 1) + a_n (Y_n(s - 1) - X_n(s - 1)) with a share a_n of it
+    sink          M's first row is the layer's input for a lone token, if there is a sink_token_id
     keys, values  K = [M ; X_n(s)] W_K,  V = [M ; X_n(s)] W_V                       (18, 19)
     queries       Q = X_n(s) W_Q, which see M and, causally, X_n(s)                 (20)
     durations     y = sum_k softmax_k(q . k_k / sqrt(E) + log d_k) v_k, at positions that are cumulative durations
@@ -39,16 +40,26 @@ def reference_hidden(
     shares = [0] * num_layers if config.memory_source == "layer_input" else share
     shares = shares if isinstance(shares, list) else [share] * num_layers
     memories: list[Tensor | None] = [None] * num_layers  # M of each layer
+    layers = [
+        {k.split(f"model.layers.{n}.", 1)[1]: v for k, v in weights.items() if f"model.layers.{n}." in k}
+        for n in range(num_layers)
+    ]
+    sinks = None if config.sink_token_id is None else sink_inputs(weights, layers, config)
     hidden_ND = []
     for segment, start in enumerate(range(0, num_tokens, length)):
         current = slice(start, min(start + length, num_tokens))
         both = slice(max(start - length, 0), current.stop)  # the previous segment and the current one
-        x_TD = embeddings_ND[current]
-        for n in range(config.num_hidden_layers):
-            w = {k.split(f"model.layers.{n}.", 1)[1]: v for k, v in weights.items() if f"model.layers.{n}." in k}
+        x_TD, positions_K, durations_K = embeddings_ND[current], positions_N[both], durations_N[both]
+        if sinks and segment:  # a token of one unit at the beginning of the two segments
+            first = positions_K[0] - (durations_K[0] - 1 if config.position_anchor == "end" else 0)
+            positions_K = torch.cat([first[None], positions_K[1:]])
+            durations_K = torch.cat([torch.ones_like(durations_K[:1]), durations_K[1:]])
+        for n, w in enumerate(layers):
             memory_LD = memories[n]
+            if sinks and memory_LD is not None:
+                memory_LD = torch.cat([sinks[n], memory_LD[1:]])
             context_KD = x_TD if memory_LD is None else torch.cat([memory_LD, x_TD])  # [M ; X]
-            y_TD = decoder_layer(w, config, x_TD, context_KD, positions_N[both], durations_N[both])
+            y_TD = decoder_layer(w, config, x_TD, context_KD, positions_K, durations_K)
             memory_LD = x_TD + shares[n] * (y_TD - x_TD)
             memories[n] = memory_LD.detach() if detach_after and (segment + 1) % detach_after == 0 else memory_LD
             x_TD = y_TD
@@ -67,6 +78,16 @@ def reference_loss(weights: dict, config, ids_N, detach_after: int | None = None
     """Returns the mean of -log p(next token) over the tokens of one text."""
     log_p_NV = reference_logits(weights, config, ids_N, detach_after=detach_after).log_softmax(-1)
     return -sum(log_p_NV[i, ids_N[i + 1]] for i in range(len(ids_N) - 1)) / (len(ids_N) - 1)
+
+
+def sink_inputs(weights: dict[str, Tensor], layers, config) -> list[Tensor]:
+    """Returns the input [1, D] of each layer for a text that is the sink alone."""
+    x_1D = weights["model.embed_tokens.weight"][config.sink_token_id][None]
+    inputs, position_1, duration_1 = [], torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    for w in layers:
+        inputs.append(x_1D)
+        x_1D = decoder_layer(w, config, x_1D, x_1D, position_1, duration_1)
+    return inputs
 
 
 def decoder_layer(w, config, x_TD, context_KD, positions_K, durations_K):

@@ -49,13 +49,13 @@ class TokenInputs:
             control = zero_control(config.control_size, inputs, like)
         return cls(batch, inputs.device, given["durations"], control)
 
-    def start(self, state: RecurrentState, position_anchor: str, like: torch.Tensor) -> Timeline | None:
+    def start(self, state: RecurrentState, config: CondenseConfig, like: torch.Tensor) -> Timeline | None:
         """Returns the timeline that the call advances, None without durations. Checks all chunks and changes no state,
         because a refused call must not change anything. `like` gives device and dtype of the control."""
         self.control = None if self.control is None else self.control.to(like)
         timeline = state.timeline
         if self.durations_BN is not None and timeline is None:
-            timeline = Timeline(state.positions, position_anchor)
+            timeline = Timeline(state.positions, config.position_anchor, config.sink_token_id is not None)
         if timeline is not None:
             self.durations_BN = timeline.known_durations(self.durations_BN, self.batch)
             timeline.check(self.durations_BN, self.batch, state.positions)

@@ -3,14 +3,14 @@
 Axes: R rows of a chunk, N columns of an input, T tokens of a chunk, K keys, E head dimension.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..kernels.rotary import RotaryTables
-from ..memory import KeyValueState, RecurrentState
+from ..memory import KeyValueState, Memory, RecurrentState
 from ..segmentation import Chunk, UnpaddedBatch, on_device
 from ..token_inputs import ChunkInputs, TokenInputs
 from .mask import AttentionMask
@@ -36,6 +36,8 @@ class AttentionMetadata:
     `rotary` holds the tables at the tokens' positions in [memory ; current segment], `memory_rotary` the tables at
     their positions as the next segment's memory. `writes_memory` is false if no later chunk can see a memory of this
     one. `detach_R` is true for rows whose memory of this chunk passes no gradient. A block may read `token_inputs`.
+    `sinks` are the keys and values [1, G, 1, E] of each layer that runs the chunk, for its memory's first row; None
+    without a sink. With `remembers_input` the memories are the layers' inputs, as those of the sink itself.
     """
 
     chunk: Chunk
@@ -45,6 +47,8 @@ class AttentionMetadata:
     writes_memory: bool
     detach_R: tuple[bool, ...]
     token_inputs: ChunkInputs | None = None
+    sinks: Sequence[Memory | None] | None = field(default=None, compare=False, repr=False)
+    remembers_input: bool = False
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """Moves the metadata to another device, which accelerate requests if a device map puts layers on several."""
@@ -71,7 +75,7 @@ class AttentionMetadataBuilder:
 
     `rotary_emb(like, positions)` returns the rotary tables; `like` gives their device and dtype. `bptt_segments` comes
     from the configuration. `has_cache` is true if a later call can see this call's memory. `shares_masks` is true if
-    one mask may serve all uniform chunks.
+    one mask may serve all uniform chunks. `sinks` are those of all layers.
     """
 
     def __init__(
@@ -84,15 +88,16 @@ class AttentionMetadataBuilder:
         bptt_segments: int | None,
         has_cache: bool,
         shares_masks: bool = True,
+        sinks: Sequence[Memory | None] | None = None,
     ):
         self.rotary_emb, self.like, self.batch = rotary_emb, like, batch
         self.segment_length = state.positions.segment_length
         self.timeline, self.token_inputs = state.timeline, token_inputs
-        self.bptt_segments, self.has_cache = bptt_segments, has_cache
+        self.bptt_segments, self.has_cache, self.sinks = bptt_segments, has_cache, sinks
         self._tables: dict[int, RotaryTables] = {}  # of whole segments, by their first position
         self._masks: dict[tuple[Any, ...], torch.Tensor] | None = {} if shares_masks else None
 
-    def build(self, chunk: Chunk) -> AttentionMetadata:
+    def build(self, chunk: Chunk, remembers_input: bool = False) -> AttentionMetadata:
         rotary, memory_rotary, log_duration_RK = self._tables_of(chunk)
         span = self.bptt_segments
         return AttentionMetadata(
@@ -103,6 +108,8 @@ class AttentionMetadataBuilder:
             writes_memory=self.has_cache or chunk.starts[0] + chunk.width < max(self.batch.lengths),
             detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
             token_inputs=self.token_inputs.of_chunk(chunk),
+            sinks=self.sinks,
+            remembers_input=remembers_input,
         )
 
     def _tables_of(self, chunk: Chunk) -> tuple[RotaryTables, RotaryTables, torch.Tensor | None]:

@@ -200,8 +200,9 @@ class DepthBlock(DepthFlow):
         inputs.count_evaluations(solution.num_evaluations)
         if not metadata.writes_memory:
             return solution.end_xD, None
-        source_RTD = detach_rows(self.field.memory_share(input_RTD, solution.end_xD), metadata.detach_R)
-        return solution.end_xD, self.field.memory_of(source_RTD, control_RTC, metadata)
+        end_RTD = solution.end_xD
+        remembered_RTD = input_RTD if metadata.remembers_input else self.field.memory_share(input_RTD, end_RTD)
+        return end_RTD, self.field.memory_of(detach_rows(remembered_RTD, metadata.detach_R), control_RTC, metadata)
 
     def _flow_of_tokens(self, input_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk) -> Solution:
         """Returns the flow. Adaptive solvers skip padding, which may need more steps than any token."""

@@ -1,7 +1,8 @@
 """A group of whole segments through all layers, captured as CUDA graphs when its shape is used a second time.
 
-The inputs of a group are its rotary tables, the hidden states of its segments, and the memories before it. Its outputs
-are the last layer's hidden states of each segment, and the memories after it. Everything else is part of a capture.
+The inputs of a group are its rotary tables, the hidden states of its segments, the memories before it and the sinks, if
+there are any. Its outputs are the last layer's hidden states of each segment, and the memories after it. Everything
+else is part of a capture.
 
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
@@ -60,6 +61,11 @@ class Group:
         first, last = self.segments[0], self.segments[-1]
         return *first.rotary, *last.rotary, *first.memory_rotary
 
+    @cached_property
+    def sinks(self) -> list[torch.Tensor]:
+        """Keys and values layer by layer; a layer of a stack has attention."""
+        return [tensor for sink in self.segments[0].sinks or () if sink is not None for tensor in sink]
+
     def key(self) -> tuple:
         """Everything that a capture depends on, besides the layers."""
         chunk, gradients = self.segments[0].chunk, torch.is_grad_enabled()
@@ -67,7 +73,7 @@ class Group:
         shape = len(self.segments), len(chunk.rows), chunk.width, self.has_memory, self.writes_memory
         tables = self.tables[0]
         modes = gradients, gradients and self.recomputed, torch.is_inference_mode_enabled()
-        return *shape, *modes, detached, tables.shape, tables.dtype
+        return *shape, *modes, detached, tables.shape, tables.dtype, len(self.sinks)
 
     @property
     def has_mixed_rows(self) -> bool:
@@ -79,7 +85,8 @@ class Group:
     def run(self, layers: nn.ModuleList, inputs: Tensors) -> Tensors:
         """Computes the outputs; a segment uses only the shape of its metadata."""
         tables, rest = inputs[:NUM_TABLES], inputs[NUM_TABLES:]
-        embedded, memories = iter(rest[: len(self.segments)]), rest[len(self.segments) :]
+        embedded, rest = iter(rest[: len(self.segments)]), rest[len(self.segments) :]
+        memories, sinks = rest[: len(rest) - len(self.sinks)], rest[len(rest) - len(self.sinks) :]
         chunk = self.segments[0].chunk
         state = TransientState(chunk.batch_size, chunk.segment_length, pairs_of(memories) or [None] * len(layers))
         state.rows = chunk.rows
@@ -90,13 +97,15 @@ class Group:
             stack = stack_of(layers)
             one_by_one = [stack.band(number, number + 1) for number in range(len(layers))]
             executor = SequentialExecutor(one_by_one, state, lambda chunk: next(embedded))
-        outputs = [each for segment in self._static(tables) for each in executor.submit(segment)] + executor.finish()
+        outputs = [
+            each for segment in self._static(tables, sinks) for each in executor.submit(segment)
+        ] + executor.finish()
         after = state.memories if self.writes_memory else []
         memories_after = chain.from_iterable(memory for memory in after if memory is not None)
         return *(hidden_RTD for _, hidden_RTD in outputs), *memories_after
 
-    def _static(self, tables: Tensors) -> list[AttentionMetadata]:
-        """Returns the segments' metadata with these tables, and masks that are made within the capture."""
+    def _static(self, tables: Tensors, sinks: Tensors) -> list[AttentionMetadata]:
+        """Returns the segments' metadata with these tables and sinks, and masks that are made within the capture."""
         first, others, as_memory = ((tables[i], tables[i + 1]) for i in range(0, NUM_TABLES, 2))
         masks: dict[tuple[Any, ...], torch.Tensor] = {}
         return [
@@ -105,6 +114,7 @@ class Group:
                 rotary=others if number else first,
                 memory_rotary=as_memory,
                 mask=AttentionMask(segment.chunk, None, masks),
+                sinks=pairs_of(sinks) or None,
                 detach_R=segment.detach_R if torch.is_grad_enabled() else (False,) * len(segment.chunk.rows),
             )
             for number, segment in enumerate(self.segments)
@@ -354,7 +364,7 @@ class CapturedGroups:
             self._pools[stored] = self.graphs.new_pool(self.device)
         weight_D = self.stack.parameters["input_layernorm.weight"].all[0]
         hidden_RTD = weight_D.new_zeros(len(chunk.rows), chunk.width, len(weight_D))
-        inputs = *group.tables, *[hidden_RTD] * len(group.segments), *memories
+        inputs = *group.tables, *[hidden_RTD] * len(group.segments), *memories, *group.sinks
         layers = self._layers()
         assert layers is not None
         arguments = layers, group, inputs, self.graphs, self._pools[stored]

@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,13 +68,14 @@ def _run_group(
     group: Sequence[AttentionMetadata],
     _: None,
     key_values: Sequence[Memory | None],
+    sinks: Sequence[Memory | None] | None,
 ) -> tuple[list[ChunkOutput], Sequence[Memory | None] | None]:
     """Returns the outputs of the group's chunks, and the memories after them if a later chunk can see them."""
     chunks = [metadata.chunk for metadata in group]
     state = TransientState(chunks[0].batch_size, chunks[0].segment_length, key_values)
     state.rows = chunks[0].rows
     run = executor(layers, state, embed.of(chunks))
-    outputs = [each for metadata in group for each in run.submit(metadata)] + run.finish()
+    outputs = [each for metadata in group for each in run.submit(replace(metadata, sinks=sinks))] + run.finish()
     if not group[-1].writes_memory:
         return outputs, None
     return outputs, [memory and memory.compact() for memory in state.memories]
@@ -81,30 +83,31 @@ def _run_group(
 
 def run_checkpointed(
     checkpoint: CheckpointFunction | None,
-    function: Callable[[torch.Tensor | None, Sequence[Any]], Any],
+    function: Callable[[torch.Tensor | None, Sequence[Any], Sequence[Memory | None] | None], Any],
     metadata: AttentionMetadata,
     hidden_RTD: torch.Tensor | None,
     key_values: Sequence[KeyValueState | None],
 ) -> Any:
-    """Runs `function(hidden_RTD, key_values)`; with `checkpoint` it runs again in the backward pass.
+    """Runs `function(hidden_RTD, key_values, sinks)`; with `checkpoint` it runs again in the backward pass.
 
-    Then only the hidden states and the memories are stored. They are passed to `checkpoint` as single tensors, so that
-    hooks on saved tensors see each of them. The rotary tables are also passed: torch restores the random state of its
-    arguments' devices, and a first chunk has no other tensor.
+    Then only the hidden states, the memories and the sinks of `metadata` are stored. They are passed to `checkpoint` as
+    single tensors, so that hooks on saved tensors see each of them. The rotary tables are also passed: torch restores
+    the random state of its arguments' devices, and a first chunk has no other tensor.
     """
     if checkpoint is None:
-        return function(hidden_RTD, key_values)
+        return function(hidden_RTD, key_values, metadata.sinks)
     assert all(item is None or isinstance(item, Memory) for item in key_values), "a cache is not checkpointed"
-    tensors = [tensor for memory in key_values if isinstance(memory, Memory) for tensor in memory]
-    is_there = [memory is not None for memory in key_values]
-    return checkpoint(
-        partial(_run_again, for_recomputation(function), is_there), *metadata.rotary, hidden_RTD, *tensors
-    )
+    memories = [*key_values, *(metadata.sinks or ())]
+    tensors = [tensor for memory in memories if isinstance(memory, Memory) for tensor in memory]
+    is_there = [memory is not None for memory in memories]
+    run_again = partial(_run_again, for_recomputation(function), len(key_values), is_there)
+    return checkpoint(run_again, *metadata.rotary, hidden_RTD, *tensors)
 
 
-def _run_again(function, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensors):
+def _run_again(function, num_layers: int, is_there: Sequence[bool], cos, sin, hidden_RTD, *tensors):
     pairs = iter(zip(tensors[::2], tensors[1::2], strict=True))
-    return function(hidden_RTD, [Memory(*next(pairs)) if there else None for there in is_there])
+    memories = [Memory(*next(pairs)) if there else None for there in is_there]
+    return function(hidden_RTD, memories[:num_layers], memories[num_layers:] or None)
 
 
 def non_reentrant(function: Callable, options: Mapping[str, Any]) -> dict[str, Any]:

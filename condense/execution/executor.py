@@ -39,9 +39,13 @@ def run_layers(
     key_values: Sequence[KeyValueState | None],
     metadata: AttentionMetadata,
 ) -> tuple[torch.Tensor, list[Memory | None]]:
-    """Runs a chunk through some layers; returns the output [R, T, D] and each layer's part of the next memory."""
+    """Runs a chunk through some layers; returns the output [R, T, D] and each layer's part of the next memory.
+
+    `metadata.sinks` belong to these layers.
+    """
     memories = []
-    for layer, layer_key_values in zip(layers, key_values, strict=True):
+    sinks = metadata.sinks or [None] * len(layers)
+    for layer, layer_key_values, sink in zip(layers, key_values, sinks, strict=True):
         hidden_RTD, memory = layer(hidden_RTD, layer_key_values, metadata)
-        memories.append(memory)
+        memories.append(memory and memory.with_sink(sink, metadata.chunk))
     return hidden_RTD, memories

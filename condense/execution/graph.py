@@ -92,7 +92,7 @@ class GraphExecutor:
         self, captured: CapturedGroup, group: Group, memories: Sequence[torch.Tensor]
     ) -> list[ChunkOutput]:
         chunks = [metadata.chunk for metadata in group.segments]
-        inputs = [*(self.embed(chunk) for chunk in chunks), *memories]
+        inputs = [*(self.embed(chunk) for chunk in chunks), *memories, *group.sinks]
         if torch.is_grad_enabled():
             if self.link is None:
                 self.link = Begin.apply(self.groups.sums, inputs[0].new_zeros(()), *self.groups.sums.weights)

@@ -29,7 +29,9 @@ from ..attention.metadata import rotary_tables
 from ..cache import FoldedCache
 from ..cache_layer import FoldedCacheLayer
 from ..linear import apply_linear
+from ..memory import Memory
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
+from ..sinks import compute_sinks
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import run_layers
 
@@ -75,11 +77,16 @@ def _scatter(buffer_BGKE: torch.Tensor, token_BG1E: torch.Tensor, key_B: torch.T
 
 
 def static_step(
-    model: PreTrainedModel, layers: Sequence[FoldedCacheLayer], ids_B1: torch.Tensor, positions_2B: torch.Tensor
+    model: PreTrainedModel,
+    layers: Sequence[FoldedCacheLayer],
+    ids_B1: torch.Tensor,
+    positions_2B: torch.Tensor,
+    sinks: Sequence[Memory] | None = None,
 ) -> Outputs:
     """Returns final hidden states [B, D] and logits [B, 1, V] of one token of each row, without reads by the host.
 
     `positions_2B`: each row's offset in its segment, and the length of its memory (0 or L). Both advance in place.
+    `sinks`: keys and values [1, G, 1, E] of each layer, which take the place of the first token of a segment.
     """
     llama, length = model.model, layers[0].segment_length
     offset_B, memory_length_B = positions_2B
@@ -96,8 +103,12 @@ def static_step(
     )
     key_values = [StaticKeyValues(layer, own_key_B) for layer in layers]
     hidden_B1D, memories = run_layers(llama.layers_in_use, llama.embed_tokens(ids_B1), key_values, metadata)
-    for layer, memory in zip(layers, memories, strict=True):
+    begins_B111 = (offset_B == 0)[:, None, None, None]
+    for number, (layer, memory) in enumerate(zip(layers, memories, strict=True)):
         if memory is not None:
+            if sinks is not None:
+                pairs = zip(sinks[number], memory, strict=True)
+                memory = Memory(*(torch.where(begins_B111, *pair) for pair in pairs))
             _scatter(layer.next_keys, memory.key_RGKE, offset_B)
             _scatter(layer.next_values, memory.value_RGKE, offset_B)
     complete_B = offset_B == length - 1
@@ -152,6 +163,8 @@ def decode(model: PreTrainedModel, cache: FoldedCache, input_ids: torch.Tensor) 
         step = cache.static_decoding = StaticDecoding(model, cache)
     cache.begin_call()
     for chunk in cache.positions.chunks([1] * cache.batch_size):  # a single chunk
+        if 0 in chunk.offsets:  # the first token of a segment
+            step.update_sinks(model)
         hidden_BD, logits_B1V = step.run(model, input_ids, position_lists(cache.positions))
         cache.store_last_hidden(hidden_BD[:, None], chunk)
         cache.roll(chunk)
@@ -175,6 +188,7 @@ class StaticDecoding:
         with torch.inference_mode(False):  # the tensors may outlive it
             self.ids_B1 = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=self.device)
             self.positions_2B = torch.zeros(2, cache.batch_size, dtype=torch.long, device=self.device)
+        self.sinks: list[Memory] | None = None
         self.positions_on_device: list[list[int]] | None = None  # None if unknown
         self.outputs: Outputs | None = None
         self.replay: Callable[[], object] | None = None
@@ -190,6 +204,19 @@ class StaticDecoding:
             return False
         return self.replay is None or self.arrangement == _arrangement(model)[0]
 
+    def update_sinks(self, model: PreTrainedModel) -> None:
+        """Computes the sinks again, in the same tensors."""
+        sinks = compute_sinks(model.model, model.model.norm.weight)
+        found = [sink for sink in sinks or () if sink is not None]  # a depth block has no static step
+        if not found:
+            return
+        if self.sinks is None:
+            with torch.inference_mode(False):
+                self.sinks = [Memory(*map(torch.empty_like, sink)) for sink in found]
+        for own, new in zip(self.sinks, found, strict=True):
+            for buffer, tensor in zip(own, new, strict=True):
+                buffer.copy_(tensor)
+
     def run(self, model: PreTrainedModel, input_ids: torch.Tensor, positions: list[list[int]]) -> Outputs:
         """Runs a step. `positions` are copied to the device only if other calls have moved the rows."""
         if positions != self.positions_on_device:
@@ -197,7 +224,9 @@ class StaticDecoding:
         self.positions_on_device = None
         self.ids_B1.copy_(input_ids)
         step = _compiled_step() if self.kind == "compiled" else static_step
-        compute = partial(step, model, self.layers, self.ids_B1, self.positions_2B)
+        if self.sinks is None and model.config.sink_token_id is not None:
+            self.update_sinks(model)
+        compute = partial(step, model, self.layers, self.ids_B1, self.positions_2B, self.sinks)
         if self.replay is not None:
             self.replay()
         elif self.graphs is None:

@@ -115,7 +115,7 @@ class _Wave:
             self.memory = earlier if self.memory is None else self.memory.append(earlier)
         num_rows = len(self.rows)
         num_with_memory = 0 if self.memory is None else len(self.memory.key_RGKE) // num_rows
-        metadata = band_metadata(self.in_flight, num_with_memory)
+        metadata = band_metadata(self.in_flight, num_with_memory, self.low)
         leaving = self.in_flight.pop() if high == len(self.stack.layers) - 1 else None
         hidden_RTD = self.hidden_RTD
         if entering is not None:
@@ -132,8 +132,9 @@ class _Wave:
         return [(leaving.chunk, leaving_RTD)]
 
 
-def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) -> BandMetadata:
-    """Returns the segments' metadata as one, with rows [segment, row]; the first `num_with_memory` have a memory."""
+def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int, low: int) -> BandMetadata:
+    """Returns the segments' metadata as one, with rows [segment, row]; the first `num_with_memory` have a memory. The
+    first segment is at layer `low`."""
     segments = list(in_flight)
     without = segments[num_with_memory:]
     assert len(without) <= 1, "only the first segment of a text has no memory"
@@ -147,7 +148,16 @@ def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int) 
         writes_memory=any(segment.writes_memory for segment in segments),
         detach_R=tuple(detach for segment in segments for detach in segment.detach_R),
         first_segment_mask=masks[-1] if without else None,
+        sinks=_joint_sinks(segments[0].sinks, slice(low, low + len(segments)), num_rows),
     )
+
+
+def _joint_sinks(sinks: Sequence[Memory | None] | None, band: slice, num_rows: int) -> list[Memory] | None:
+    """Returns the sinks of a band's layers as one, [segment, row]."""
+    if sinks is None:
+        return None
+    members = [sink for sink in sinks[band] if sink is not None]
+    return [Memory(*(torch.cat(parts).repeat_interleave(num_rows, 0) for parts in zip(*members, strict=True)))]
 
 
 def _joint_mask(segments: Sequence[AttentionMetadata]) -> AttentionMask:

@@ -42,6 +42,8 @@ MEMORIES = {  # what a layer stores of a segment, in models of three layers
     "input": {"memory_source": "layer_input"},
     "share": {"memory_share": 0.2},
     "shares": {"memory_share": [1.0, 0.0, 0.3]},
+    "sink": {"sink_token_id": 7},
+    "sink, shares": {"sink_token_id": 7, "memory_share": [1.0, 0.0, 0.3]},
 }
 
 

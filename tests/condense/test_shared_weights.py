@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import condense.loss
 from condense import CondenseForCausalLM, modeling, shared_weights
-from condense.execution.pipeline_parallel import PipelineStage
 from condense.shared_weights import SharedWeights
 from condense.weight_sum import WeightSum
 
@@ -153,14 +152,6 @@ def test_a_weight_is_cast_once_under_autocast(noted):
     gradients(model, autocast=True)
     storages = {call.result.untyped_storage().data_ptr() for call in casts}
     assert len(casts) > SEGMENTS * len(storages) and len(storages) == 7 * 2 + 1
-
-
-@pytest.mark.usefixtures("group_of_one")
-def test_sums_of_a_pipeline():
-    model = model_of(schedule="sequential")
-    PipelineStage(model).loss_and_gradients(IDS, IDS, num_items_in_batch=1)
-    found = {name: weight.grad for name, weight in model.named_parameters()}
-    assert_rounded_twice(found, exact_gradients())
 
 
 def test_weights_that_are_frozen_or_have_hooks():

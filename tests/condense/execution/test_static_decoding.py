@@ -27,7 +27,7 @@ BUFFERS = ("keys", "values", "next_keys", "next_values")
 
 def written_by(compute):
     """The tensors that a step changes."""
-    _, layers, _, positions_2B = compute.args
+    _, layers, _, positions_2B, _ = compute.args
     return [positions_2B, *(getattr(layer, name) for layer in layers for name in BUFFERS)]
 
 

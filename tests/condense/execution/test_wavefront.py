@@ -239,9 +239,9 @@ def test_a_diagonal_sees_the_first_segment_without_a_memory(monkeypatch):
     model = tiny_model()
     seen, band_metadata = [], wavefront.band_metadata
 
-    def recorded(in_flight, num_with_memory):
+    def recorded(in_flight, num_with_memory, low):
         seen.append((len(in_flight), num_with_memory))  # now: the list changes
-        return band_metadata(in_flight, num_with_memory)
+        return band_metadata(in_flight, num_with_memory, low)
 
     monkeypatch.setattr(wavefront, "band_metadata", recorded)
     with_wavefront(model)(random_ids(1, 25), use_cache=False)

@@ -1,0 +1,125 @@
+"""A sink in place of the memory's first row; `MEMORIES` has models with one, for the tests of every way to run."""
+
+import pytest
+import torch
+
+from condense import CondenseForCausalLM, FoldedCache, to_stock
+from condense.autoregressivity import to_block_diffusion
+from condense.depth import convert_to_depth
+
+from .models import (
+    assert_rows_alone,
+    expected_logits,
+    gradients,
+    logits_in_parts,
+    padded_batch,
+    random_durations,
+    random_ids,
+    tiny_config,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.unit
+
+SINK = {"sink_token_id": 7}
+
+
+@torch.no_grad()
+def test_a_text_of_one_segment_does_not_see_it():
+    ids = random_ids(2, 5)
+    assert torch.equal(tiny_model(**SINK)(ids).logits, tiny_model()(ids).logits)
+    assert torch.equal(tiny_model(**SINK)(ids).logits, to_stock(tiny_model(**SINK))(ids).logits)
+
+
+@torch.no_grad()
+def test_a_text_that_begins_with_it_sees_it_unless_the_memory_shows_the_rest():
+    """With the share 0 the first row of the second segment's memory is the input of the text's first token."""
+    ids = random_ids(1, 10)
+    ids[0, 0] = 7
+    with_sink, without = (tiny_model(memory_source="layer_input", **fields) for fields in (SINK, {}))
+    torch.testing.assert_close(with_sink(ids).logits, without(ids).logits, atol=1e-10, rtol=0)
+    other = random_ids(1, 10, seed=1)
+    assert (with_sink(other).logits - without(other).logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("anchor", ["end", "start"])
+@torch.no_grad()
+def test_it_has_one_unit_of_time(anchor):
+    model, ids, durations = tiny_model(position_anchor=anchor, **SINK), random_ids(2, 23), random_durations(2, 23)
+    durations[:, 5] = 0  # of a token in whose place it stands
+    logits = model(ids, durations=durations).logits
+    torch.testing.assert_close(logits, expected_logits(model, ids, durations), atol=1e-5, rtol=1e-5)
+    assert torch.equal(model(ids, durations=torch.ones(2, 23)).logits, model(ids).logits)
+    in_parts, _ = logits_in_parts(model, ids, [3, 9, 11], durations)
+    torch.testing.assert_close(in_parts, logits, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_rows_of_a_padded_batch_are_those_alone(side):
+    model, (_, ids, mask) = tiny_model(**SINK), padded_batch([3, 17, 11], side)
+    assert_rows_alone(model, mask, model(ids, attention_mask=mask).logits, ids)
+
+
+@torch.no_grad()
+def test_packed_documents_have_it_each():
+    model, ids = tiny_model(**SINK), random_ids(1, 24)
+    positions = torch.cat([torch.arange(11), torch.arange(13)])[None]
+    packed = model(ids, position_ids=positions).logits
+    alone = torch.cat([model(ids[:, :11]).logits, model(ids[:, 11:]).logits], dim=1)
+    torch.testing.assert_close(packed, alone, atol=1e-10, rtol=0)
+
+
+def test_noise_on_embeddings_leaves_it_alone():
+    """As NEFTune's, whose hook asks for the training mode."""
+    model, ids = tiny_model(**SINK).train(), random_ids(1, 13)
+    seen = []
+    model.model.embed_tokens.register_forward_hook(lambda module, given, out: seen.append((module.training, out.shape)))
+    model(ids)
+    assert sorted(seen, key=str) == [(False, (1, 1, 24)), (True, (1, 13, 24))]
+    assert model.model.embed_tokens.training
+
+
+@torch.no_grad()
+def test_a_layer_as_depth_block_has_one():
+    """One Euler step of a layer with its own scale is the layer."""
+    model, ids = tiny_model(**SINK), random_ids(1, 18)
+    expected = model(ids).logits
+    block = convert_to_depth(tiny_model(**SINK), 1, 2, field="layer", solver="euler", steps=1, alpha=1.0)
+    torch.testing.assert_close(block(ids).logits, expected, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_blocks_of_one_token_predict_like_the_model():
+    model, ids = tiny_model(**SINK), random_ids(1, 15)
+    noisy = to_block_diffusion(tiny_model(**SINK), block_length=1)(ids, masked=torch.zeros_like(ids, dtype=torch.bool))
+    torch.testing.assert_close(noisy.logits, model(ids).logits, atol=1e-9, rtol=0)
+
+
+def test_it_learns_under_truncated_gradients():
+    """The memory is detached, the sink is not: the embedding of its token has a gradient in a text without it."""
+    model, ids = tiny_model(bptt_segments=1, tie_word_embeddings=False, **SINK), random_ids(1, 23)
+    ids[ids == 7] = 8
+    _, found = gradients(model, ids)
+    assert found["model.embed_tokens.weight"][7].abs().max() > 1e-6
+
+
+@torch.no_grad()
+def test_caches_of_another_sink_are_refused():
+    model, other = tiny_model(**SINK), tiny_model(sink_token_id=8)
+    cache = FoldedCache(model.config)
+    model(random_ids(1, 7), cache=cache)
+    with pytest.raises(ValueError, match="the cache was made for sink_token_id=7 and the model has 8"):
+        other(random_ids(1, 3), cache=cache)
+
+
+@pytest.mark.parametrize("wrong", [-1, 61, 1.0, True, "7"])
+def test_wrong_tokens_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"sink_token_id=.* is no token of a vocabulary of 61: pass"):
+        tiny_config(sink_token_id=wrong)
+
+
+def test_it_is_saved_and_loaded(tmp_path):
+    tiny_model(torch.float32, **SINK).save_pretrained(tmp_path)
+    assert CondenseForCausalLM.from_pretrained(tmp_path).config.sink_token_id == 7
+    assert CondenseForCausalLM.from_pretrained(tmp_path, sink_token_id=3).config.sink_token_id == 3

@@ -28,14 +28,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..attention import AttentionMetadata
 from ..checks import check_input, real_tokens
-from ..embedding import ChunkEmbedder, embed
+from ..embedding import ChunkEmbedder, embed, is_by_token
 from ..loss import Targets, check_not_empty, cross_entropies, max_tokens
 from ..memory import Memory, TransientState
 from ..modeling import CondenseForCausalLM
 from ..outputs import CondenseOutput
 from ..segmentation import Chunk, UnpaddedBatch
 from ..shared_weights import SharedWeights
-from ..transforms import hidden_dtype, is_plain
+from ..transforms import hidden_dtype
 from .checkpointing import run_checkpointed
 from .executor import run_layers
 
@@ -252,10 +252,10 @@ class _PipelineBatch:
         self.chunks = [builder.build(chunk) for chunk in state.positions.chunks(self.tokens.lengths)]
         self.shapes = [(len(one.chunk.rows), one.chunk.width, model.config.hidden_size) for one in self.chunks]
         self.losses: list[torch.Tensor] = []
-        # An embedding that is not plain has one call with the whole input, whose gradients wait for all segments.
+        # An embedding that may depend on the whole input has one call, whose gradients wait for all segments.
         self.embed: ChunkEmbedder | None = None
         self.embedded: list[torch.Tensor] = []
-        if stage.is_first and not is_plain(model.model.embed_tokens, nn.Embedding):
+        if stage.is_first and not is_by_token(model.model.embed_tokens):
             chunks = [metadata.chunk for metadata in self.chunks]
             self.embed = ChunkEmbedder(model.model.embed_tokens, self.input_ids_BN, self.tokens, chunks)
         check_not_empty(self.chunks)

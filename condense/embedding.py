@@ -11,6 +11,7 @@ size, x tokens of consecutive chunks.
 import copy
 from collections import deque
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -20,10 +21,17 @@ from .shared_weights import summed_embedding, sums_of
 from .transforms import hidden_dtype, is_plain
 
 EMBEDDED_TOKENS = 2**13  # at once, padding included: embeddings exist before they are needed
+# Hooks of transformers and PEFT, for gradient checkpointing, that only make the output require gradients.
+MARKS = ("make_inputs_require_grads", "make_inputs_require_grad")
+
+
+def is_by_token(embedding: nn.Module | None) -> TypeGuard[nn.Embedding]:
+    """Returns whether an embedding is known to treat each token alone."""
+    return is_plain(embedding, nn.Embedding, besides=MARKS)
 
 
 def embed(embedding: nn.Embedding, ids_x: torch.Tensor) -> torch.Tensor:
-    """Returns the hidden states of ids, for one of a plain embedding's several uses."""
+    """Returns the hidden states of ids, for one of the embedding's several uses."""
     summable = embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
     sums = sums_of(embedding.weight) if summable else None
     return as_hidden(embedding(ids_x) if sums is None else summed_embedding(sums, ids_x, embedding))
@@ -46,7 +54,7 @@ class ChunkEmbedder:
         self.embedding, self.batch = embedding, batch
         self._upcoming = deque(chunks)
         self._embedded: deque[tuple[Chunk, torch.Tensor]] = deque()
-        if not inputs.is_floating_point() and not is_plain(embedding, nn.Embedding):
+        if not inputs.is_floating_point() and not is_by_token(embedding):
             assert embedding is not None, "a model without an embedding layer needs embeddings"
             inputs = embedding(inputs)
         self.inputs = as_hidden(inputs) if inputs.is_floating_point() else inputs

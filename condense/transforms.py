@@ -1,5 +1,6 @@
 """The ways in which torch changes a computation: transformations of its operations, autocast, and hooks."""
 
+from collections.abc import Collection
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -42,14 +43,18 @@ def join(tensors: tuple[torch.Tensor, ...] | list[torch.Tensor], dim: int = 0) -
         return torch.cat(tensors, dim)
 
 
-def has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module, besides: Collection[str] = ()) -> bool:
+    """Returns whether a module has hooks, besides those of some names."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    if not besides:
+        return any(hooks)
+    return any(getattr(hook, "__name__", None) not in besides for one in hooks for hook in one.values())
 
 
-def is_plain(module: Any, kind: type[Kind]) -> TypeGuard[Kind]:
+def is_plain(module: Any, kind: type[Kind], besides: Collection[str] = ()) -> TypeGuard[Kind]:
     """Returns whether a call of the module is nothing but `kind.forward`: not another module in its place, such as an
-    adapter, without hooks on it or on all modules, without a forward of its own (accelerate's) or compiled code."""
-    if type(module) is not kind or has_hooks(module) or _has_any_global_hook():
+    adapter, without hooks on it (`besides` those of some names) or on all modules, without a forward of its own
+    (accelerate's) or compiled code."""
+    if type(module) is not kind or has_hooks(module, besides) or _has_any_global_hook():
         return False
     return "forward" not in module.__dict__ and module._compiled_call_impl is None

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
-from condense.embedding import ChunkEmbedder
+from condense.embedding import ChunkEmbedder, is_by_token
 from condense.segmentation import SegmentPositions, UnpaddedBatch
 
 from .models import VOCAB, gradients, padded_batch, random_ids, tiny_model
@@ -72,6 +72,21 @@ def test_neftune_adds_the_noise_of_a_stock_model(checkpointing, side):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-5)
     assert (loss - model(ids, attention_mask=mask, labels=ids).loss).abs() > 1e-6
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_hook_that_only_asks_for_gradients_gets_chunks(frozen):
+    """transformers sets it for every gradient checkpointing: texts would be embedded as a whole without need."""
+    model, seen = tiny_model(schedule="sequential"), []
+    model.model.embed_tokens.requires_grad_(not frozen)
+    model.enable_input_require_grads()
+    assert is_by_token(model.model.embed_tokens)
+    model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    ids = random_ids(2, 23)
+    model(ids, labels=ids).loss.backward()
+    assert len(seen) == 5 and all(hidden.requires_grad for hidden in seen)
+    model.model.embed_tokens.register_forward_hook(lambda *_: None)
+    assert not is_by_token(model.model.embed_tokens)
 
 
 def test_noise_of_packed_documents_belongs_to_the_documents():

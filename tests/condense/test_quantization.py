@@ -16,8 +16,8 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from condense import CondenseForCausalLM, to_stock
 from condense.adapters import merge_adapters
 from condense.depth import convert_to_depth
-from condense.eval.models import _hash_of_weights
 from condense.loading import check_finite, load_model
+from condense.weights import weights_fingerprint
 
 from .models import VOCAB, expected_logits, random_adapters, random_ids, tiny_model
 
@@ -221,7 +221,7 @@ def test_parts_of_weights_are_checked_and_hashed():
     for value in (1.0, 2.0, float("nan")):
         module = nn.Linear(2, 2, bias=False)
         module.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.full((2, 2), value)))
-        seen.add(_hash_of_weights(module))
+        seen.add(weights_fingerprint(module))
         if value == value:
             check_finite(module, "m", "r")
         else:

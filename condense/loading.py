@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
 from .checks import check_tokenizer
@@ -180,6 +180,11 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
     if model_type in REGISTERED_BY:
         importlib.import_module(REGISTERED_BY[model_type])
+    if model_type not in CONFIG_MAPPING:  # transformers would ask for the code that the file names
+        raise ValueError(
+            f"{folder / 'config.json'} names the model_type {model_type!r}, which neither condense nor the installed "
+            "transformers has: correct it."
+        )
     if (settings := found.get("generation_config.json")) is not None:
         check_settings(settings, folder / "generation_config.json")
     if model_type in CHECKED:

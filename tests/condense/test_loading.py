@@ -168,9 +168,11 @@ def test_code_of_a_model_is_not_run(source, folder, stories, tmp_path, monkeypat
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nclass C: pass\n")
     if source == "model":
         fields = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.C"}
-        change(folder / "config.json", model_type="evil", auto_map=fields)
+        change(folder / "config.json", auto_map=fields)
+        assert type(load_model(AutoModelForCausalLM, folder)) is LlamaForCausalLM
+        change(folder / "config.json", model_type="evil")
         for load, kind in ((load_model, AutoModelForCausalLM), (load_config, AutoConfig)):
-            assert_refused("can't be loaded", load, kind, folder)
+            assert_refused("names the model_type 'evil', which neither condense nor", load, kind, folder)
     else:
         fields = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.C", "evil.C"]}}
         change(folder / "tokenizer_config.json", **fields)

@@ -218,7 +218,7 @@ def _check_sink(token_id: Any, vocab_size: int) -> None:
         return
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
         raise ValueError(
-            f"sink_token_id={token_id!r} is no token of a vocabulary of {vocab_size}: pass the id of one, such as "
+            f"sink_token_id={token_id!r} is not a token of a vocabulary of {vocab_size}: pass the id of one, such as "
             "bos_token_id, or None for no sink."
         )
 

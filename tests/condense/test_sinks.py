@@ -115,7 +115,7 @@ def test_caches_of_another_sink_are_refused():
 
 @pytest.mark.parametrize("wrong", [-1, 61, 1.0, True, "7"])
 def test_wrong_tokens_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"sink_token_id=.* is no token of a vocabulary of 61: pass"):
+    with pytest.raises(ValueError, match=r"sink_token_id=.* is not a token of a vocabulary of 61: pass"):
         tiny_config(sink_token_id=wrong)
 
 

@@ -51,11 +51,13 @@ def track(kind, family, checkpointing) -> dict[str, dict[str, int]]:
 
 
 @half_of(family=("llama", "qwen2", "qwen3"), kind=("condense", "stock"), checkpointing=(False, True))
-def test_a_step_holds_what_is_estimated(family, kind, checkpointing):
+def test_a_step_holds_what_is_estimated(family, kind, checkpointing, monkeypatch):
     """Weights and gradients exactly, moments except for AdamW's own counts of steps.
 
-    Activations within 2 %, checkpoints and the peak within 6 %.
+    Activations within 2 %, checkpoints and the peak within 6 %. The tracker has hooks on all modules, for which a model
+    would embed the whole text at once.
     """
+    monkeypatch.setattr("condense.embedding.is_plain", lambda module, kind: True)
     fields = {"segment_length": SEGMENT} if kind == "condense" else {}
     trained = recipe(LENGTH, ROWS, "float32", "sdpa", checkpointing, kind=kind, **fields)
     parts = estimate(config_of(kind, family), trained, PLAIN, 1)
@@ -68,6 +70,5 @@ def test_a_step_holds_what_is_estimated(family, kind, checkpointing):
         logits = parts.loss / LOGIT_COPIES if kind == "stock" else 0
         assert parts.memories + parts.activations + parts.hidden_gradients + logits == pytest.approx(kept, rel=0.02)
     elif kind == "condense":
-        embedded = 4 * ROWS * LENGTH * SHAPE["hidden_size"]  # at once, since the tracker has hooks on all modules
-        assert parts.memories + parts.hidden_gradients + embedded == pytest.approx(kept, rel=0.06)
+        assert parts.memories + parts.hidden_gradients == pytest.approx(kept, rel=0.06)
     assert parts.total == pytest.approx(measured["peak"]["Total"], rel=0.06)

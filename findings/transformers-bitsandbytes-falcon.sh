@@ -33,6 +33,7 @@ from transformers import BitsAndBytesConfig, FalconConfig, FalconForCausalLM, Ll
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
+torch.set_grad_enabled(False)
 warnings = []
 handler = logging.Handler(logging.WARNING)
 handler.emit = lambda record: warnings.append(record.getMessage())

@@ -180,7 +180,7 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
     if model_type in REGISTERED_BY:
         importlib.import_module(REGISTERED_BY[model_type])
-    if model_type not in CONFIG_MAPPING:  # transformers would ask for the code that the file names
+    if model_type not in CONFIG_MAPPING and "auto_map" in found["config.json"]:  # whose code would be asked for
         raise ValueError(
             f"{folder / 'config.json'} names the model_type {model_type!r}, which neither condense nor the installed "
             "transformers has: correct it."

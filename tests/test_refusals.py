@@ -71,7 +71,7 @@ def test_packages_that_a_use_goes_without_may_be_missing(are_missing):
 
 def test_packages_of_another_version(monkeypatch):
     monkeypatch.setattr(extras, "version", lambda name: "0.1" if name == "deepspeed" else version(name))
-    with pytest.raises(ValueError, match=r"condense train needs deepspeed>=0\.19 \(found 0\.1\)"):
+    with pytest.raises(ValueError, match=r"condense train needs deepspeed>=0\.19\.2 \(found 0\.1\)"):
         extras.check_installed("condense train", "train")
 
 

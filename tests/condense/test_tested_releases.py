@@ -40,5 +40,5 @@ def test_the_oldest_release_is_the_required_and_the_tested_one():
     jobs = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]
     oldest, _ = jobs["releases"]["strategy"]["matrix"]["include"]
     assert oldest["transformers"] == f"transformers=={OLDEST}.0"
-    assert f"transformers {OLDEST}, " in (ROOT / "docs/limits.md").read_text()
-    assert f"and {NEWEST} are tested" in (ROOT / "docs/limits.md").read_text()
+    assert f"transformers {OLDEST}, " in (ROOT / "docs/tools.md").read_text()
+    assert f"and {NEWEST} are tested" in (ROOT / "docs/tools.md").read_text()

@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 
+import condense.kernels
+
 KERNELS = "condense.kernels.triton_"
 
 
@@ -25,15 +27,22 @@ def interpreter():
     """Triton reads TRITON_INTERPRET while it is imported, and torch has imported it: the tests get an import of their
     own, without its extension modules, which can be loaded once only."""
     pytest.importorskip("triton")
-    kept = _loaded()
-    for name in kept:
-        del sys.modules[name]
+    kept = _forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         yield
-    for name in _loaded():
-        del sys.modules[name]
+    _forget()
     sys.modules.update(kept)
+
+
+def _forget() -> dict:
+    """Removes the modules, also as attributes of our package: a patch by name would find them there."""
+    loaded = _loaded()
+    for name in loaded:
+        del sys.modules[name]
+        if name.startswith(KERNELS):
+            vars(condense.kernels).pop(name.rpartition(".")[2], None)
+    return loaded
 
 
 def _loaded() -> dict:

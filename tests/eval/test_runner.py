@@ -81,6 +81,14 @@ def test_a_stopped_measurement_resumes(tmp_path, stop):
     assert [row["square"] for row in run(third, tmp_path)["squares"]] == [4, 49] and third.calls == [7]
 
 
+@pytest.fixture
+def default_interrupt():
+    """A shell lets its background processes ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("stop", "error"),
     [
@@ -88,7 +96,7 @@ def test_a_stopped_measurement_resumes(tmp_path, stop):
         (lambda: os.kill(os.getpid(), signal.SIGTERM), SystemExit),
     ],
 )
-def test_a_signal_says_how_to_resume(stop, error, tmp_path, capsys):
+def test_a_signal_says_how_to_resume(stop, error, tmp_path, capsys, default_interrupt):
     """Ctrl-C and SIGTERM; after the measurement SIGTERM has its default action again."""
 
     class Interrupted(Squares):

@@ -191,7 +191,7 @@ def test_the_first_call_moves_the_weights_and_later_ones_do_not(one_server, tmp_
     moved = folded["weight_bytes"]
     assert moved > 48 * 2**20
     assert folded["peak_bytes"] - folded["before_bytes"] > moved
-    assert folded["later_peak_bytes"] - folded["before_bytes"] < 0.75 * moved
+    assert folded["peak_bytes"] - folded["later_peak_bytes"] > 0.5 * moved  # what else the process holds is in both
     assert stock["peak_bytes"] - stock["later_peak_bytes"] < 0.25 * moved
     _, table = tables(measured)
     mine, theirs = (dict(zip(table.columns, row, strict=True)) for row in table.rows)

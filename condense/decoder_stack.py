@@ -41,6 +41,7 @@ class DecoderBlock(Protocol):
 
         `key_values` holds the memory that the block returned for the segment before. In a cache it also holds the keys
         and values of earlier chunks of the current segment. Without a memory it is None, or an empty layer of a cache.
+        If `metadata.is_sink`, the returned memory is that of the input: see `condense.sinks`.
         """
         ...
 

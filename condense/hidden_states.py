@@ -88,11 +88,12 @@ class LayerOutputs:
         for hook in self.hooks:
             hook.remove()
 
-    def _record_input(self, recorded: list[torch.Tensor], _: Any, given: tuple) -> None:
-        if threading.get_ident() == self.thread:
-            recorded.append(given[0])
+    def _record_input(self, recorded: list[torch.Tensor], layer: Any, given: tuple) -> None:
+        hidden_RTD, _, metadata = given
+        if threading.get_ident() == self.thread and not metadata.is_sink:
+            recorded.append(hidden_RTD)
             if recorded is self.recorded[0]:
-                self.chunks.append(given[2].chunk)
+                self.chunks.append(metadata.chunk)
 
     def _record_output(self, recorded: list[torch.Tensor], _: Any, given: tuple, output: torch.Tensor) -> None:
         if threading.get_ident() == self.thread:

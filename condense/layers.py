@@ -293,7 +293,7 @@ class CondenseDecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, Memory | None]:
         """Returns the output [R, T, D] and, if `metadata.writes_memory`, the keys and values for the next segment."""
         # An undetached memory of the input reuses this segment's keys and values, rotated differently.
-        takes_input = self.memory_share.takes_input or metadata.remembers_input
+        takes_input = self.memory_share.takes_input or metadata.is_sink
         from_input = metadata.writes_memory and takes_input and not any(metadata.detach_R)
         places = self._places(input_RTD)
         input_RTD, normed_RTD = norm_of_input(self.input_layernorm, input_RTD, places.attention)

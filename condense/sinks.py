@@ -36,7 +36,7 @@ def compute_sinks(model: Any, like: torch.Tensor) -> list[Memory | None] | None:
     inputs = TokenInputs(batch, like.device, control=control)
     builder = AttentionMetadataBuilder(model.rotary_emb, like, batch, state, inputs, None, has_cache=True)
     (chunk,) = SegmentPositions(1, config.segment_length).chunks([1])
-    metadata: AttentionMetadata = builder.build(chunk, remembers_input=True)
+    metadata: AttentionMetadata = builder.build(chunk, is_sink=True)
     return run_layers(model.layers_in_use, hidden_11D, [None] * len(model.layers_in_use), metadata)[1]
 
 

@@ -17,7 +17,7 @@ class GradientOrder(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer: Any = None, **kwargs):
         zero = getattr(optimizer, "optimizer", None)  # accelerate wraps DeepSpeed's
-        if hasattr(zero, "bit16_groups") and hasattr(zero, "process_gradients"):
+        if hasattr(zero, "bit16_groups"):  # ZeRO-1 or 2; an error if the rest of it has other names
             reduce_in_order(zero)
 
 

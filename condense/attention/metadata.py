@@ -37,7 +37,7 @@ class AttentionMetadata:
     their positions as the next segment's memory. `writes_memory` is false if no later chunk can see a memory of this
     one. `detach_R` is true for rows whose memory of this chunk passes no gradient. A block may read `token_inputs`.
     `sinks` are the keys and values [1, G, 1, E] of each layer that runs the chunk, for its memory's first row; None
-    without a sink. With `remembers_input` the memories are the layers' inputs, as those of the sink itself.
+    without a sink. With `is_sink` the chunk is the sink itself, and the memories are the layers' inputs.
     """
 
     chunk: Chunk
@@ -48,7 +48,7 @@ class AttentionMetadata:
     detach_R: tuple[bool, ...]
     token_inputs: ChunkInputs | None = None
     sinks: Sequence[Memory | None] | None = field(default=None, compare=False, repr=False)
-    remembers_input: bool = False
+    is_sink: bool = False
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "AttentionMetadata":
         """Moves the metadata to another device, which accelerate requests if a device map puts layers on several."""
@@ -97,7 +97,7 @@ class AttentionMetadataBuilder:
         self._tables: dict[int, RotaryTables] = {}  # of whole segments, by their first position
         self._masks: dict[tuple[Any, ...], torch.Tensor] | None = {} if shares_masks else None
 
-    def build(self, chunk: Chunk, remembers_input: bool = False) -> AttentionMetadata:
+    def build(self, chunk: Chunk, is_sink: bool = False) -> AttentionMetadata:
         rotary, memory_rotary, log_duration_RK = self._tables_of(chunk)
         span = self.bptt_segments
         return AttentionMetadata(
@@ -109,7 +109,7 @@ class AttentionMetadataBuilder:
             detach_R=tuple(span is not None and (segment + 1) % span == 0 for segment in chunk.segments),
             token_inputs=self.token_inputs.of_chunk(chunk),
             sinks=self.sinks,
-            remembers_input=remembers_input,
+            is_sink=is_sink,
         )
 
     def _tables_of(self, chunk: Chunk) -> tuple[RotaryTables, RotaryTables, torch.Tensor | None]:

@@ -201,7 +201,7 @@ class DepthBlock(DepthFlow):
         if not metadata.writes_memory:
             return solution.end_xD, None
         end_RTD = solution.end_xD
-        remembered_RTD = input_RTD if metadata.remembers_input else self.field.memory_share(input_RTD, end_RTD)
+        remembered_RTD = input_RTD if metadata.is_sink else self.field.memory_share(input_RTD, end_RTD)
         return end_RTD, self.field.memory_of(detach_rows(remembered_RTD, metadata.detach_R), control_RTC, metadata)
 
     def _flow_of_tokens(self, input_RTD: torch.Tensor, control_RTC: torch.Tensor | None, chunk: Chunk) -> Solution:

@@ -121,10 +121,12 @@ def layer_states(model: CondenseForCausalLM, ids_BN: torch.Tensor, first: int, e
     recorded: list[list[torch.Tensor]] = [[] for _ in range(len(layers) + 1)]
 
     def record_input(module: Any, inputs: tuple) -> None:
-        recorded[0].append(inputs[0].flatten(0, -2))
+        if not inputs[2].is_sink:
+            recorded[0].append(inputs[0].flatten(0, -2))
 
     def record_output(states: list[torch.Tensor], module: Any, inputs: tuple, output: tuple) -> None:
-        states.append(output[0].flatten(0, -2))
+        if not inputs[2].is_sink:
+            states.append(output[0].flatten(0, -2))
 
     with ExitStack() as hooks:
         hooks.enter_context(layers[0].register_forward_pre_hook(record_input))

@@ -6,17 +6,21 @@ import torch
 from condense import CondenseForCausalLM, FoldedCache, to_stock
 from condense.autoregressivity import to_block_diffusion
 from condense.depth import convert_to_depth
+from condense.depth.initialization import layer_states
 
 from .models import (
     assert_rows_alone,
+    assert_same_gradients,
     expected_logits,
     gradients,
     logits_in_parts,
     padded_batch,
     random_durations,
     random_ids,
+    reference_gradients,
     tiny_config,
     tiny_model,
+    torch_checkpoint,
 )
 
 pytestmark = pytest.mark.unit
@@ -96,12 +100,48 @@ def test_blocks_of_one_token_predict_like_the_model():
     torch.testing.assert_close(noisy.logits, model(ids).logits, atol=1e-9, rtol=0)
 
 
-def test_it_learns_under_truncated_gradients():
+@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize("memory", [{}, {"memory_share": [1.0, 0.0, 0.3]}], ids=str)
+def test_it_learns_under_truncated_gradients(memory, span):
     """The memory is detached, the sink is not: the embedding of its token has a gradient in a text without it."""
-    model, ids = tiny_model(bptt_segments=1, tie_word_embeddings=False, **SINK), random_ids(1, 23)
+    model, ids = tiny_model(bptt_segments=span, **memory, **SINK), random_ids(1, 23)
     ids[ids == 7] = 8
-    _, found = gradients(model, ids)
-    assert found["model.embed_tokens.weight"][7].abs().max() > 1e-6
+    found = gradients(model, ids)
+    assert_same_gradients(found, reference_gradients(model, ids, detach_after=span), 1e-5)
+    assert found[1]["model.embed_tokens.weight"][7].abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("segments", [1, 2, 8])
+def test_checkpoints_compute_it_once(segments):
+    model, ids = tiny_model(**SINK).train(), random_ids(2, 33)
+    expected = gradients(model, ids)
+    model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=segments))
+    assert_same_gradients(gradients(model, ids), expected, 1e-12)
+
+
+@torch.no_grad()
+def test_static_steps_read_it():
+    """Rows of other lengths begin their segments at other steps."""
+    model, (_, ids, mask) = tiny_model(**SINK), padded_batch([3, 7, 4], "left")
+    rest = random_ids(3, 16, seed=1)
+    logits = []
+    for fixed in (False, True):
+        model.fixed_decoding, cache = fixed, FoldedCache(model.config)
+        model(ids, attention_mask=mask, cache=cache)
+        logits.append(torch.cat([model(column, cache=cache).logits for column in rest.split(1, dim=1)], dim=1))
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_the_text():
+    model, ids = tiny_model(**SINK), random_ids(2, 13)
+    output = model(ids, output_hidden_states=True)
+    assert [tuple(hidden.shape) for hidden in output.hidden_states] == [(2, 13, 24)] * 4
+    assert torch.equal(output.hidden_states[0], model.model.embed_tokens(ids))
+    assert torch.equal(model.lm_head(output.hidden_states[-1]), model(ids, use_cache=False).logits)
+    states = layer_states(model, ids, 0, 3)
+    by_segment = torch.cat([part.flatten(0, 1) for part in output.hidden_states[1].split(5, dim=1)])
+    torch.testing.assert_close(states[1], by_segment)
 
 
 @torch.no_grad()

@@ -38,6 +38,21 @@ def test_memories_wait_in_host_memory(counts, monkeypatch):
         assert moved.count(memory) == 2 * 3 * 3
 
 
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("memory", [{}, {"memory_share": [1.0, 0.0, 0.3]}, {"bptt_segments": 2}], ids=str)
+def test_groups_take_a_sink(memory, group, counts):
+    model = trained(group, sink_token_id=7, **memory)
+    assert_follows_equations(model, detach_after=memory.get("bptt_segments"))
+    assert counts["replay"] > 0
+    model.eval()
+    ids, outputs = random_ids(2, LENGTH), []
+    for schedule in ("graph", "graph", "graph", "sequential"):
+        model.config.schedule = schedule
+        with torch.no_grad():
+            outputs.append(model(ids).logits)
+    torch.testing.assert_close(outputs[2], outputs[3], atol=1e-10, rtol=0)
+
+
 def test_stored_groups_do_not_ignore_hooks_on_what_is_saved(counts, monkeypatch):
     """torch.autograd.graph.save_on_cpu around a step moves all activations to the host: such a call has no graph."""
     model, ids = uses(trained(None), random_ids(1, LENGTH)), random_ids(1, LENGTH, seed=1)

@@ -36,10 +36,10 @@ def queries_and_keys(
             hidden_1TD, memory, metadata = arguments
             segment = metadata.chunk.segments[0]
             if segment in segments:
-                query_1HTE, key_1GTE = (rotate(part, metadata.rotary) for part in _project(module, hidden_1TD))
+                query_1HTE, key_1GTE = (rotate(part, metadata.rotary) for part in project(module, hidden_1TD))
                 found[layer, segment] = query_1HTE[0], torch.cat([memory.key_RGKE, key_1GTE], dim=2)[0]
             return
-        projected = _project(module, named["hidden_states"])
+        projected = project(module, named["hidden_states"])
         query_1HNE, key_1GNE = apply_rotary_pos_emb(*projected, *named["position_embeddings"])
         for segment in segments:
             first, end = segment * segment_length, (segment + 1) * segment_length
@@ -58,7 +58,7 @@ def queries_and_keys(
     return found
 
 
-def _project(module: Any, hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def project(module: Any, hidden_1TD: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Returns queries [1, H, T, E] and keys [1, G, T, E], not rotated."""
 
     def project(name: str) -> torch.Tensor:

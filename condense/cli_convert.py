@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from condense.cli_measure import Measure, Text, check_measurable, measured_fields
 from condense.eval.command import quiet
 from condense.eval.options import DTYPE_HELP, parameters
 from condense.laboratories import BLOCK_OPTIONS
@@ -27,6 +28,7 @@ def convert(
         str, typer.Argument(help="Folder or hub id of a Llama, Mistral, Qwen2 or Qwen3, or of a folded model.")
     ],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    text: Text = None,
     segment_length: Annotated[
         int | None,
         typer.Option(
@@ -52,6 +54,7 @@ def convert(
         Path | None, typer.Option(help="Folder of adapters (PEFT) to merge into the weights.", show_default=False)
     ] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP)] = "auto",
+    measure: Measure = False,
     **block: Any,
 ) -> None:
     """Turns a checkpoint into a folded one, or back. Only --merge and a depth block (docs/depth.md) change weights."""
@@ -65,6 +68,7 @@ def convert(
         fields["segment_length"] = 1  # stock models ignore it: it fits every sliding window
     quiet()
     blocks = BlockOptions(**block)
+    check_measurable(measure, text, to=stock, merge=merge, depth=blocks.depth)
     from transformers import PreTrainedConfig
 
     from condense import CondenseConfig, CondenseForCausalLM
@@ -88,6 +92,7 @@ def convert(
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")
     blocks.check(config, stock)
+    fields, cost = measured_fields(source, target, text, config, fields) if measure else (fields, "")
     model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
     tokenizer = load_tokenizer(source, model.config)
     if merge is not None:
@@ -98,7 +103,7 @@ def convert(
         tokenizer.save_pretrained(folder)
         use_default_mode(folder)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
-    print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")
+    print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}{cost}")
     if not stock and from_stock and merge is None and any(config.memory_shares):
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
 

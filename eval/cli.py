@@ -25,6 +25,7 @@ from .tasks.options import (
     AnswersOptions,
     AttentionOptions,
     FactsOptions,
+    FoldCostOptions,
     PasskeyOptions,
     PerplexityOptions,
     RecallOptions,
@@ -62,6 +63,7 @@ passkey = command(PasskeyOptions, partial(run_task, "passkey"), "eval passkey")
 facts = command(FactsOptions, partial(run_task, "facts"), "eval facts")
 recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
+fold_cost = command(FoldCostOptions, partial(run_task, "fold_cost"), "eval fold-cost")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization", scores=True)
 answers = command(AnswersOptions, partial(run_task, "answers"), "eval answers")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite", extras=["harness"])
@@ -76,7 +78,7 @@ attention = command(
 )
 profile = command(ProfileOptions, run_profile, "profile")
 laboratory_commands = {name: resolve_name(path) for name, path in (COMMANDS | STUDIES).items()}
-for evaluation in (passkey, facts, recall, perplexity, summarization, answers, suite):
+for evaluation in (passkey, facts, recall, perplexity, fold_cost, summarization, answers, suite):
     evaluations.command()(evaluation)
 for study in (healing, memory, *(laboratory_commands[name] for name in STUDIES)):
     studies.command()(study)

@@ -197,9 +197,17 @@ def indices(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def number(text: str) -> int:
+    """Parses one number like `numbers`. Raises `ValueError` for several."""
+    found = numbers(text)
+    if len(found) > 1:
+        raise ValueError(f"{text!r}: pass one number.")
+    return found[0]
+
+
 def number_or_all(text: str) -> int | None:
     """Parses a number like `numbers`, or None for `all`."""
-    return None if text == "all" else numbers(text)[0]
+    return None if text == "all" else number(text)
 
 
 def _short(number: int) -> str:
@@ -218,6 +226,7 @@ NUMBERS = Spelling(numbers, _joined(_short))
 PERCENTAGES = Spelling(percentages, _joined(lambda share: f"{100 * share:g}"))
 INDICES = Spelling(indices, _joined(str))
 NAMES = Spelling(lambda text: text.split(","), _joined(str))
+NUMBER = Spelling(number, _short)
 NUMBER_OR_ALL = Spelling(number_or_all, lambda number: "all" if number is None else _short(number))
 
 DTYPE_HELP = "float32, bfloat16, float16, or auto: as stored."

@@ -46,6 +46,9 @@ ABOUT = {
     "summarization": "Summaries that the models write, against the references.",
     "perplexity": "The gain of the memory, and how far back it reaches: the same tokens, predicted with more and more "
     "text before.",
+    "fold_cost": "What folding a stock checkpoint costs before any training: the loss above that of the stock model "
+    "with full attention, on the same tokens. With the sink, a token's keys and values stand in place of each memory's "
+    "first row; without memory, the token stands before each segment.",
     "answers": "Prompts of your own, answered by the model's own greedy decoding.",
     "suite": "Benchmarks of long text from lm-evaluation-harness. Benchmarks that generate their texts do so at each "
     "length. For others, a length has the texts that are longer than half of it.",

@@ -19,6 +19,7 @@ FLOORS = {
     "condense.cli": 3,
     "condense.cli_convert": 3,
     "condense.cli_generate": 3,
+    "condense.cli_measure": 3,
     "condense.cli_sample": 3,
     "condense.__main__": 3,
 }

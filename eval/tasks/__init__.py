@@ -14,6 +14,7 @@ TASKS = {
     "recall": "condense.eval.tasks.recall:Recall",
     "summarization": "condense.eval.tasks.summarization:Summarization",
     "perplexity": "condense.eval.tasks.perplexity:Perplexity",
+    "fold_cost": "condense.eval.tasks.fold_cost:FoldCost",
     "answers": "condense.eval.tasks.answers:Answers",
     "suite": "condense.eval.tasks.suite:Suite",
     "attention": "condense.eval.tasks.attention_maps:AttentionMaps",
@@ -69,4 +70,4 @@ def run_task(kind: str, options: Any, output: Path) -> dict[str, Any] | None:
 
 
 def _load(kind: str, options: Any, output: Path) -> Any:
-    return find_task(kind).load(options)
+    return find_task(kind).load_for(options, output)

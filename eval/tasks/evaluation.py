@@ -38,6 +38,11 @@ class Evaluation(Task[Item]):
         """Loads the models named in the options. Raises `ValueError` if something can't be measured."""
         return cls(options, cls.load_models(options))
 
+    @classmethod
+    def load_for(cls, options: Any, output: Path) -> Any:
+        """Loads like `load`; a task may keep in its `output` what it draws once."""
+        return cls.load(options)
+
     @staticmethod
     def load_models(options: Any) -> list[EvaluatedModel]:
         check_chat(getattr(options, "chat", ()), options.models)

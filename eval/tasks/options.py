@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from condense.memory_share import parse_share
 from condense.training.data.fact_kinds import KINDS, check_kinds
 
 from ..options import (
     ATTENTION_HELP,
     INDICES,
     NAMES,
+    NUMBER,
     NUMBER_OR_ALL,
     NUMBERS,
     PERCENTAGES,
@@ -187,6 +189,61 @@ class PerplexityOptions(EvaluationOptions):
         ),
     ] = CURVES
     batch_size: Annotated[int, Option("Windows in a batch.", flags=("--batch",), min=1)] = 8
+
+
+def _check_shares(names: Sequence[str]) -> None:
+    """Raises `ValueError` for a name that is neither `lowest` nor in the notation of `parse_share`."""
+    for name in names:
+        if name != "lowest":
+            parse_share(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldCostOptions(EvaluationOptions):
+    """What folding a checkpoint costs before any training, by segment length, memory share and sink."""
+
+    data: Annotated[
+        Sequence[str],
+        Option(
+            "Texts: a file or glob pattern, .txt, .jsonl or .parquet; default: the model's own samples, which show "
+            "less: they are the text that it knows best."
+        ),
+    ] = ()
+    text_field: TextField = "text"
+    num_texts: Annotated[
+        int, Option("Texts: the first documents that are long enough, from their beginning.", flags=("--texts",), min=1)
+    ] = 4
+    num_tokens: Annotated[
+        int, Option("Tokens of each text, at most.", flags=("--tokens",), spelling=NUMBER, min=2, may_change=True)
+    ] = 2048
+    segment_lengths: Annotated[
+        Sequence[int],
+        Option("Tokens of a segment, separated by commas; 1k is 1,024.", spelling=NUMBERS, may_change=True),
+    ] = (128, 256, 512, 1024)
+    shares: Annotated[
+        Sequence[str],
+        Option(
+            "Memory shares, separated by commas: a number, lowest (1 in the lowest layer and 0 in others), or one for "
+            "each layer (1:0:0:0).",
+            spelling=NAMES,
+            check=_check_shares,
+            may_change=True,
+        ),
+    ] = ("0", "0.1", "0.2", "lowest", "1")
+    sink_token_id: Annotated[int | None, Option("Token of the sink; default: the model's bos_token_id.", min=0)] = None
+    by_position: Annotated[
+        Sequence[int],
+        Option(
+            "Segment lengths whose loss by position is measured, too, on the longest text; 0: none.",
+            spelling=LENGTHS_OR_0,
+            may_change=True,
+        ),
+    ] = (256,)
+    position_tokens: Annotated[
+        int, Option("Tokens of that text, at most.", spelling=NUMBER, min=2, may_change=True)
+    ] = 16384
+    seed: Annotated[int, Option("Seed of the model's own samples.", min=0)] = 0
+    attention: AnyAttention = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ Axes: W windows, S segments of a window, L tokens of a segment, n segments that 
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from ..runner import Results
 from ..statistics import bootstrap
 from .evaluation import Evaluation, data_of
 from .options import CURVES, PerplexityOptions
+from .variants import variant
 from .windows import Window, by_position, paired, plan_windows, read_texts, window_losses
 
 LABELS = {
@@ -259,13 +259,8 @@ def _variant(model: CondenseForCausalLM, curve: str) -> Any:
     (source,) = (source for source, own in OWN_CURVES.items() if own == curve)
     if model.config.memory_source == source:
         return model
-    config = deepcopy(model.config)
-    config.memory_source, config.memory_share = source, 1.0
-    other = CondenseForCausalLM(config)
-    other.load_state_dict(model.state_dict(), assign=True)
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        other.tie_weights()
-    return other.to(model.device).eval()
+    attention = model.config._attn_implementation
+    return variant(model, attention, memory_source=source, memory_share=1.0)
 
 
 def _points(losses_nS: np.ndarray) -> list[dict[str, Any]]:

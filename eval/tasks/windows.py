@@ -1,7 +1,7 @@
 """Texts, cut into windows of segments, and the loss of every token in them.
 
 Axes: N tokens of a text, W windows, S segments of a window, L tokens of a segment, V vocabulary, n segments
-that are compared.
+that are compared, D hidden size, T tokens whose logits are made at once.
 """
 
 from collections.abc import Sequence
@@ -145,6 +145,15 @@ def _text_losses(model: Any, ids_N: torch.Tensor) -> np.ndarray:
 def _losses(logits_LV: torch.Tensor, target_L: torch.Tensor) -> torch.Tensor:
     accurate = torch.promote_types(logits_LV.dtype, torch.float32)
     return F.cross_entropy(logits_LV.to(accurate), target_L, reduction="none")
+
+
+@torch.no_grad()
+def head_losses(model: Any, hidden_ND: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:
+    """Returns the losses [N] of targets after final hidden states; logits are made of some tokens at a time."""
+    parts = zip(hidden_ND.split(TOKENS_IN_FLOAT32), target_N.split(TOKENS_IN_FLOAT32), strict=True)
+    return torch.cat(
+        [_losses(model.lm_head(hidden_TD), target_T.to(hidden_TD.device)) for hidden_TD, target_T in parts]
+    )
 
 
 def by_position(values_L: np.ndarray) -> tuple[np.ndarray, list[float]]:

@@ -93,8 +93,13 @@ def check_writer(config: Any, source: str) -> None:
 
 
 @torch.no_grad()
-def draw(model: Any, first: int, shape: tuple[int, int], temperature: float, seed: int) -> np.ndarray:
-    """Returns texts [B, N] that begin with `first`. An end of text is a token like others: another text follows it."""
+def draw(
+    model: Any, first: int, shape: tuple[int, int], temperature: float, seed: int, streamer: Any = None
+) -> np.ndarray:
+    """Returns texts [B, N] that begin with `first`. An end of text is a token like others: another text follows it.
+
+    `streamer` is told of each token, as by transformers' `generate`.
+    """
     batch, total_length = shape
     first_B1 = torch.full((batch, 1), first, device=model.device)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -103,5 +108,6 @@ def draw(model: Any, first: int, shape: tuple[int, int], temperature: float, see
             first_B1, attention_mask=torch.ones_like(first_B1), do_sample=True, temperature=temperature, top_k=0,
             top_p=1.0, eos_token_id=None, pad_token_id=first, min_new_tokens=total_length - 1,
             max_new_tokens=total_length - 1, logits_processor=[RefuseNonFiniteLogits()],
+            streamer=streamer,
         )  # fmt: skip
     return texts_BN.cpu().numpy()

@@ -1,0 +1,157 @@
+"""Tables, lines and pictures of what folding costs."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..intervals import bracketed
+from ..results import Table, groups_of, picture, set_log_scale
+from ..runner import Results
+from . import evaluation
+from .fold_arms import FULL, LOWEST, NONE, WINDOW
+from .fold_choice import RULE, diverges, is_fold
+
+COLORS = {
+    FULL: "black", NONE: "0.5", WINDOW: "tab:purple", "0": "tab:blue", "0.1": "tab:cyan", "0.2": "tab:green",
+    LOWEST: "tab:olive", "1": "tab:red",
+}  # fmt: skip
+OTHER_COLORS = ("tab:orange", "tab:brown", "tab:pink")  # of further shares
+NAMES = {FULL: "full attention", NONE: "no memory", WINDOW: "window of as many keys", LOWEST: "lowest layer folded"}
+
+
+def name_of(memory: str) -> str:
+    return NAMES.get(memory, f"share {memory}")
+
+
+def label_of(memory: str, sink: bool) -> str:
+    """Returns the name of a way of reading."""
+    sinks = "4 sinks" if memory == WINDOW else "the sink"
+    return f"{name_of(memory)}, {sinks}" if sink else name_of(memory)
+
+
+def data_of(results: Results) -> str:
+    return evaluation.data_of(results) if results["data"] else "its own samples"
+
+
+def rows(results: Results) -> list[dict[str, Any]]:
+    """Returns the costs, then the losses by position: means from the token `first` on, before `end` if it is given."""
+    found = [
+        {
+            **{name: value for name, value in cost.items() if name not in ("by_text", "read")},
+            "diverges": diverges(cost), "texts": len(cost["by_text"]), "first": cost["segment_length"],
+        }
+        for cost in results["costs"]
+    ]  # fmt: skip
+    for curve in results["by_position"]:
+        about = {name: curve[name] for name in ("model", "segment_length", "memory", "sink")}
+        for part, loss in enumerate(curve["losses"]):
+            first = part * curve["block"]
+            end = min(first + curve["block"], curve["tokens"] - 1)
+            found.append({**about, "loss": loss, "texts": 1, "first": first, "end": end})
+    return found
+
+
+def tables(results: Results) -> list[Table]:
+    """Returns the costs, the losses by position if they were measured, and the choices with their rule."""
+    return [_costs(results), *_positions(results), _choices(results)]
+
+
+def _costs(results: Results) -> Table:
+    columns = ["model", "segment [tokens]", "memory", "cost without sinks", "with", "loss without sinks", "with"]
+    columns += ["diverges [tokens]"]
+    found = []
+    for (model, length), costs in groups_of(results["costs"], "model", "segment_length").items():
+        found.append([model, length, "full attention", "0", "", f"{costs[0]['stock_loss']:.4f}", "", ""])
+        for (memory,), pair in groups_of(costs, "memory").items():
+            shown = [bracketed((one["cost"], one["low"], one["high"]), "+.3f") for one in pair]
+            losses = [f"{one['loss']:.4f}" for one in pair]
+            sinks = " and ".join(("without", "with")[one["sink"]] for one in pair if diverges(one))
+            verdict = sinks or (f"not within {pair[0]['read']:,}" if is_fold(pair[0]) else "")
+            found.append([model, length, name_of(memory), *shown, *losses, verdict])
+    number = max(len(cost["by_text"]) for cost in results["costs"])
+    title = (
+        "cost of folding before any training: nats a token above full attention, from token L to "
+        f"{results['num_tokens']:,} of {number} text{'s' * (number > 1)} ({data_of(results)}), L tokens a segment"
+    )
+    return Table(title + ("; 95 % t interval over the texts" if number > 1 else ""), columns, found)
+
+
+def _positions(results: Results) -> Iterator[Table]:
+    for (model,), curves in groups_of(results["by_position"], "model").items():
+        block, longest = curves[0]["block"], max(curve["tokens"] for curve in curves)
+        starts = range(0, longest - 1, block)
+        found = []
+        for curve in curves:
+            row = [curve["segment_length"] or "", label_of(curve["memory"], curve["sink"])]
+            row += [f"{loss:.2f}" for loss in curve["losses"]]
+            found.append(row + [""] * (len(starts) + 2 - len(row)))
+        title = f"{model}: loss by position, means of {block:,} tokens from the one given on [nats/token]"
+        yield Table(title, ["segment [tokens]", "memory", *(f"{start:,}" for start in starts)], found)
+
+
+def _choices(results: Results) -> Table:
+    columns = ["model", "segment [tokens]", "memory share", "sink token", "cost [nats/token]", "why"]
+    return Table(f"the choice. {RULE}", columns, [choice_row(choice) for choice in results["choices"]])
+
+
+def choice_row(choice: dict[str, Any]) -> list[Any]:
+    sink = "none" if choice["sink_token_id"] is None else choice["sink_token_id"]
+    cost = bracketed((choice["cost"], choice["low"], choice["high"]), "+.3f")
+    return [choice["model"], choice["segment_length"], choice["memory"], sink, cost, choice["why"]]
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draws the costs by segment length, and the loss by position for each segment length; a row per model."""
+    names = [model["name"] for model in results["models"]]
+    lengths = list(
+        dict.fromkeys(curve["segment_length"] for curve in results["by_position"] if curve["segment_length"])
+    )
+    columns = 1 + len(lengths)
+    size = (5.5 * columns + 2.5, 4.6 * len(names))
+    with picture(path, rows=len(names), columns=columns, figsize=size, squeeze=False) as panels:
+        for row, name in zip(panels, names, strict=True):
+            costs = [cost for cost in results["costs"] if cost["model"] == name]
+            curves = [curve for curve in results["by_position"] if curve["model"] == name]
+            _draw_costs(row[0], name, costs)
+            for panel, length in zip(row[1:], lengths, strict=True):
+                _draw_positions(panel, length, [one for one in curves if one["segment_length"] in (0, length)])
+            handles, labels = row[0].get_legend_handles_labels()
+            row[-1].legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
+
+
+def _style(memory: str, sink: bool, memories: Sequence[str]) -> dict[str, Any]:
+    others = [one for one in memories if one not in COLORS]
+    color = COLORS.get(memory) or OTHER_COLORS[others.index(memory) % len(OTHER_COLORS)]
+    return {"color": color, "linestyle": "-" if sink else ":", "linewidth": 1.3}
+
+
+def _draw_costs(panel: Any, name: str, costs: Sequence[dict[str, Any]]) -> None:
+    memories = list(dict.fromkeys(cost["memory"] for cost in costs))
+    for (memory, sink), found in groups_of(costs, "memory", "sink").items():
+        points = sorted((cost["segment_length"], cost["cost"]) for cost in found)
+        style = _style(memory, sink, memories)
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label_of(memory, sink), **style)
+    set_log_scale(panel, "x")
+    lengths = sorted({cost["segment_length"] for cost in costs})
+    panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    panel.set_xticks([], minor=True)
+    panel.set_yscale("symlog", linthresh=0.1)
+    panel.set_ylim(bottom=min(0, *(cost["cost"] for cost in costs)))
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.axhline(0, color=COLORS[FULL], linewidth=1, label=name_of(FULL))
+    panel.set_title(f"{name}: cost of folding", fontsize=10)
+    panel.set_xlabel("tokens of a segment")
+    panel.set_ylabel("nats a token above full attention")
+    panel.grid(alpha=0.3)
+
+
+def _draw_positions(panel: Any, length: int, curves: Sequence[dict[str, Any]]) -> None:
+    memories = list(dict.fromkeys(curve["memory"] for curve in curves))
+    for curve in curves:
+        middles = [(part + 0.5) * curve["block"] for part in range(len(curve["losses"]))]
+        style = _style(curve["memory"], curve["sink"] or curve["memory"] == FULL, memories)
+        panel.plot(middles, curve["losses"], **style)
+    panel.set_title(f"loss by position, segments of {length:,} tokens", fontsize=10)
+    panel.set_xlabel("position in the text [tokens]")
+    panel.set_ylabel("loss [nats a token]")
+    panel.grid(alpha=0.3)

@@ -1,0 +1,36 @@
+"""Models with the weights of another and a different memory, in the memory that the weights take already."""
+
+from typing import Any
+
+import torch
+
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.families import folded_fields
+from condense.rotary import RotaryEmbedding
+
+
+def variant_config(config: Any, **fields: Any) -> CondenseConfig:
+    """Returns the configuration of a folded or stock model, folded with these fields. Raises `ValueError` as
+    `CondenseConfig` does."""
+    known = config.to_dict()
+    if config.model_type != CondenseConfig.model_type:
+        known = folded_fields(config.model_type, known)
+    for name in ("model_type", "architectures", "transformers_version"):
+        known.pop(name, None)
+    return CondenseConfig(**(known | fields))
+
+
+def variant(model: Any, attention: str = "auto", **fields: Any) -> CondenseForCausalLM:
+    """Returns a folded model with the weights of a folded or stock one (shared, not copied), in evaluation mode.
+
+    `fields` change its configuration, `attention` its implementation.
+    """
+    config = variant_config(model.config, **fields)
+    config._attn_implementation = attention
+    with torch.device("meta"):
+        made = CondenseForCausalLM(config)
+    made.load_state_dict(model.state_dict(), assign=True)
+    if model.lm_head.weight is model.model.embed_tokens.weight:
+        made.tie_weights()
+    made.model.rotary_emb = RotaryEmbedding(made.config).to(model.device)  # its tables are not weights
+    return made.eval()

@@ -26,6 +26,7 @@ from .tasks.options import (
     AttentionOptions,
     FactsOptions,
     FoldCostOptions,
+    FoldStabilityOptions,
     PasskeyOptions,
     PerplexityOptions,
     RecallOptions,
@@ -64,6 +65,7 @@ facts = command(FactsOptions, partial(run_task, "facts"), "eval facts")
 recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 fold_cost = command(FoldCostOptions, partial(run_task, "fold_cost"), "eval fold-cost")
+fold_stability = command(FoldStabilityOptions, partial(run_task, "fold_stability"), "eval fold-stability")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization", scores=True)
 answers = command(AnswersOptions, partial(run_task, "answers"), "eval answers")
 suite = command(SuiteOptions, partial(run_task, "suite"), "eval suite", extras=["harness"])
@@ -78,7 +80,7 @@ attention = command(
 )
 profile = command(ProfileOptions, run_profile, "profile")
 laboratory_commands = {name: resolve_name(path) for name, path in (COMMANDS | STUDIES).items()}
-for evaluation in (passkey, facts, recall, perplexity, fold_cost, summarization, answers, suite):
+for evaluation in (passkey, facts, recall, perplexity, fold_cost, fold_stability, summarization, answers, suite):
     evaluations.command()(evaluation)
 for study in (healing, memory, *(laboratory_commands[name] for name in STUDIES)):
     studies.command()(study)

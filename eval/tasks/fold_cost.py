@@ -255,6 +255,15 @@ class FoldCost(Evaluation[Reading]):
 
 def check_models(models: Sequence[EvaluatedModel], options: FoldCostOptions) -> dict[str, int]:
     """Returns the token of each model's sink. Raises `ValueError` for models and options that can't be measured."""
+    sinks = find_sinks(models, options)
+    for model in models:
+        for length, share in product({*options.segment_lengths, *options.by_position} - {0}, options.shares):
+            check_arm(model.config, share, sinks[model.name], length)
+    return sinks
+
+
+def find_sinks(models: Sequence[EvaluatedModel], options: Any) -> dict[str, int]:
+    """Returns the token of each model's sink. Raises `ValueError` for models whose folds can't share their weights."""
     if options.device_map is not None:
         raise ValueError(f"--device-map {options.device_map} places one model, not the folds of it: leave it out.")
     sinks = {}
@@ -268,7 +277,5 @@ def check_models(models: Sequence[EvaluatedModel], options: FoldCostOptions) -> 
         token = next((one for one in known if one is not None), None)
         if not isinstance(token, int):
             raise ValueError(f"{model.name} has no bos_token_id: pass --sink-token-id, such as the end of a text's.")
-        for length, share in product({*options.segment_lengths, *options.by_position} - {0}, options.shares):
-            check_arm(config, share, token, length)
         sinks[model.name] = token
     return sinks

@@ -247,6 +247,27 @@ class FoldCostOptions(EvaluationOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FoldStabilityOptions(EvaluationOptions):
+    """Whether a fold diverges before any training, which layers make it, and what stops it."""
+
+    data: Annotated[Sequence[str], Option("Texts: a file or glob pattern; the first that is long enough is read.")]
+    text_field: TextField = "text"
+    segment_length: Annotated[int, Option("Tokens of a segment.", min=2)] = 256
+    num_segments: Annotated[int, Option("Segments of the text that are read.", flags=("--segments",), min=4)] = 16
+    shares: Annotated[
+        Sequence[str],
+        Option(
+            "Memory shares beside 0 and 1, separated by commas: a number, or one for each layer (1:0:0:0).",
+            spelling=NAMES,
+            check=_check_shares,
+            may_change=True,
+        ),
+    ] = ("0.2", "0.5", "0.8", "0.9")
+    sink_token_id: Annotated[int | None, Option("Token of the sink; default: the model's bos_token_id.", min=0)] = None
+    attention: AnyAttention = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SummarizationOptions(EvaluationOptions):
     """ROUGE of summaries, by length of the document (table II, figures 9, 11, 12)."""
 

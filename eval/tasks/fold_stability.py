@@ -177,7 +177,18 @@ class FoldStability(Evaluation[Arm]):
 
 def label_of(kind: str, value: str) -> str:
     """Returns the name of a memory."""
-    return {"share": f"share {value}", "layer": f"share 1 in layer {value} alone"}.get(kind) or REMEMBERED[value]
+    if kind == "layer":
+        return f"share 1 in layer {value} alone"
+    return f"share {_in_words(value)}" if kind == "share" else REMEMBERED[value]
+
+
+def _in_words(share: str) -> str:
+    """Returns one share, or the most frequent of a list with the layers that have another."""
+    shares = share.split(":")
+    most = max(dict.fromkeys(shares), key=shares.count)
+    others = dict.fromkeys(one for one in shares if one != most)
+    parts = {one: ", ".join(str(layer) for layer, own in enumerate(shares) if own == one) for one in others}
+    return ", ".join([most, *(f"{one} in layer {layers}" for one, layers in parts.items())])
 
 
 def _share(item: Arm, num_layers: int) -> float | list[float]:

@@ -50,7 +50,7 @@ ABOUT = {
     "with full attention, on the same tokens. With the sink, a token's keys and values stand in place of each memory's "
     "first row; without memory, the token stands before each segment.",
     "fold_stability": "A text, read by folds of a stock checkpoint before any training: with one memory share in all "
-    "layers, with share 1 in one layer alone, and with share 1 and a change to what is remembered. A fold diverges when "
+    "layers, with share 1 in one layer alone, and with share 1 and a change to what is remembered. A fold diverges if "
     "its loss in the last quarter of the segments is more than 1 nat a token above that of share 0.",
     "answers": "Prompts of your own, answered by the model's own greedy decoding.",
     "suite": "Benchmarks of long text from lm-evaluation-harness. Benchmarks that generate their texts do so at each "

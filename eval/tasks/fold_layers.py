@@ -1,4 +1,4 @@
-"""What happens in the layers of a fold, segment by segment: how a remembered state becomes the only one.
+"""Traces of a fold's layers, segment by segment, and changes to what they remember.
 
 A layer's remembered states M are normed before they become keys and values, so their length says nothing, and their
 direction everything. A layer whose output draws attention to what gave this output can remember itself: its memory
@@ -68,7 +68,7 @@ def remembering(model: Any, remedy: str) -> Iterator[None]:
 
 
 class Traces:
-    """What each layer remembers of each segment, and where its queries look, noted while a folded model reads one text
+    """Notes what each layer remembers of each segment, and where its queries look, while a folded model reads one text
     in one call.
 
     `records` holds one dictionary per layer and segment that is remembered: the median `norm` of the remembered states;

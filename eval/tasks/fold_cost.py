@@ -1,4 +1,4 @@
-"""What folding a stock checkpoint costs before any training, by segment length, memory share and sink.
+"""The cost of folding a stock checkpoint, before any training, by segment length, memory share and sink.
 
 All ways of reading (see `fold_arms`) predict the same tokens of the same texts. A cost is the loss above that of the
 stock model with full attention, averaged over a text's tokens from the second segment on. The loss by position in a
@@ -22,7 +22,7 @@ from condense.training.data.samples import first_token
 from ..decoding import max_positions
 from ..intervals import interval
 from ..models import EvaluatedModel
-from ..overview import Figure
+from ..overview import Figure, remark_of
 from ..results import Table
 from ..results_store import Key, Record
 from ..runner import Results
@@ -30,6 +30,7 @@ from . import fold_shown
 from .evaluation import Evaluation
 from .fold_arms import FULL, NONE, WINDOW, arm_losses, check_arm, fields_of
 from .fold_choice import choose, late_excess
+from .fold_shown import data_of, label_of
 from .fold_texts import long_texts, own_samples
 from .options import FoldCostOptions
 
@@ -159,7 +160,7 @@ class FoldCost(Evaluation[Reading]):
 
     def in_words(self, item: Reading) -> str:
         segments = f" in segments of {item.segment_length}" if item.segment_length else ""
-        return f"{item.model}, {fold_shown.label_of(item.memory, item.sink)}, {item.tokens:,} tokens{segments}"
+        return f"{item.model}, {label_of(item.memory, item.sink)}, {item.tokens:,} tokens{segments}"
 
     def measure(self, item: Reading) -> Record:
         model = self.model_of(item)
@@ -230,16 +231,14 @@ class FoldCost(Evaluation[Reading]):
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
         """Returns the cost of each model's choices."""
-        return [
-            Figure(
-                choice["model"],
-                f"cost of folding in segments of {choice['segment_length']} on {fold_shown.data_of(results)} "
-                "[nats/token]",
-                choice["cost"], choice["low"], choice["high"], digits=3,
-                remark=fold_shown.label_of(choice["memory"], choice["sink"]),
-            )
-            for choice in results["choices"]
-        ]  # fmt: skip
+        found = []
+        for choice in results["choices"]:
+            length, figures = choice["segment_length"], (choice[name] for name in ("cost", "low", "high"))
+            remarks = [label_of(choice["memory"], choice["sink"]), remark_of(choice["model"], results)]
+            measure = f"cost of folding in segments of {length} on {data_of(results)} [nats/token]"
+            remark = ", ".join(filter(None, remarks))
+            found.append(Figure(choice["model"], measure, *figures, digits=3, remark=remark))
+        return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return fold_shown.rows(results)

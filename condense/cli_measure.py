@@ -77,9 +77,8 @@ def measured_fields(
     cost, _ = choose(results["costs"], memory, sink)
     (token,) = results["sinks"].values()
     fields = fields_of(cost["memory"], token if cost["sink"] else None, config)
-    names = ("memory_source", "memory_share", "sink_token_id")
-    if given.get("memory_source") == "layer_input":  # is the share 0
-        names = ("sink_token_id",)
+    is_input = given.get("memory_source") == "layer_input"  # the share 0 by another name
+    names = ["sink_token_id", *([] if is_input else ["memory_source", "memory_share"])]
     said = f"{label_of(cost['memory'], cost['sink'])}: {cost['cost']:+.3f} nats a token above full attention, untrained"
     return {name: fields[name] for name in names} | given, f"; {said} ({data_of(results)})"
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from condense import CondenseForCausalLM, to_stock
 from condense.checks import quantization_of
-from condense.training.data.samples import first_token
 
 from ..decoding import max_positions
 from ..intervals import interval
@@ -66,23 +65,22 @@ class FoldCost(Evaluation[Reading]):
 
     @classmethod
     def load_for(cls, options: FoldCostOptions, output: Path) -> "FoldCost":
-        models = cls.load_models(options)
-        check_models(models, options)  # before any text is read
-        least = 2 * max(*options.segment_lengths, *options.by_position)
-        if options.num_tokens < 2 * max(options.segment_lengths):
+        longest = max([*options.segment_lengths, *(() if options.data else options.by_position)])
+        if options.num_tokens < 2 * longest:
             raise ValueError(
-                f"--tokens {options.num_tokens} end before the second segment of {max(options.segment_lengths)} does: "
-                "read more, or take shorter segments."
+                f"--tokens {options.num_tokens} end before the second segment of {longest} does: read more, or take "
+                "shorter segments."
             )
-        task = cls(options, models, {})
-        for model in models:
+        least = 2 * max(*options.segment_lengths, *options.by_position)
+        task = cls(options, cls.load_models(options), {})
+        for model in task.models:
             if options.data:
                 source = (options.data, options.text_field, options.num_texts, least)
                 task.texts[model.name] = long_texts(model.tokenizer, *source)
             else:
                 shape = (options.num_texts, options.num_tokens)
-                about = (model.name, model.describe(), shape, first_token(model.tokenizer), options.seed, output)
-                task.texts[model.name] = own_samples(task.stock(model), *about)
+                first = task.sinks[model.name]
+                task.texts[model.name] = own_samples(task.stock(model), model, shape, first, options.seed, output)
         return task
 
     def stock(self, model: EvaluatedModel) -> Any:

@@ -17,9 +17,10 @@ from condense.eval.tasks.fold_arms import FULL, NONE, WINDOW, arm_losses
 from condense.eval.tasks.fold_choice import choose, late_excess
 from condense.eval.tasks.fold_cost import FoldCost, Reading
 from condense.eval.tasks.options import FoldCostOptions
-from condense.eval.tasks.variants import variant
-from condense.reference import linear, reference_logits, rms_norm, rotate
-from tests.condense.models import random_ids, tiny_model, weights
+from condense.eval.tasks.variants import variant, variant_config
+from condense.reference import head_norm, linear, reference_logits, rms_norm, rotate
+from tests.condense.models import random_ids, tiny_model, vary, weights
+from tests.condense.test_families import STOCK
 
 from ...refusals import assert_refused
 from ..measuring import command, stop_within
@@ -59,6 +60,10 @@ def test_no_memory_is_each_segment_alone(stock, sink, num_tokens, monkeypatch):
     torch.testing.assert_close(found, losses_of(logits, ids), atol=1e-12, rtol=0)
 
 
+def head_dim(config):
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def streaming_logits(model, ids, num_keys, num_sinks):
     """StreamingLLM as a loop: unrotated keys in a cache of the first tokens and the last ones, rotated by their place
     in it for each query."""
@@ -70,7 +75,8 @@ def streaming_logits(model, ids, num_keys, num_sinks):
         for n, cache in enumerate(caches):
             layer = {name.split(f"layers.{n}.")[1]: one for name, one in w.items() if f"layers.{n}." in name}
             h = rms_norm(x, layer["input_layernorm.weight"], config)
-            q, k, v = (linear(layer, f"self_attn.{name}_proj", h).view(-1, config.head_dim) for name in "qkv")
+            q, k, v = (linear(layer, f"self_attn.{name}_proj", h).view(-1, head_dim(config)) for name in "qkv")
+            q, k = (head_norm(layer, f"self_attn.{name}_norm", one, config) for name, one in (("q", q), ("k", k)))
             cache.append((k, v))
             if len(cache) > num_keys:
                 del cache[num_sinks]
@@ -80,7 +86,7 @@ def streaming_logits(model, ids, num_keys, num_sinks):
                 group = head // (len(q) // len(k))
                 keys = rotate(torch.stack([one[group] for one, _ in cache]), place, config)
                 values = torch.stack([one[group] for _, one in cache])
-                scores = keys @ rotate(query[None], place[-1:], config)[0] / config.head_dim**0.5
+                scores = keys @ rotate(query[None], place[-1:], config)[0] / head_dim(config) ** 0.5
                 heads.append(scores.softmax(-1) @ values)
             x = x + linear(layer, "self_attn.o_proj", torch.cat(heads)[None])
             h = rms_norm(x, layer["post_attention_layernorm.weight"], config)
@@ -129,6 +135,18 @@ def test_folds_are_those_of_the_equations(stock, share, sink):
     logits = reference_logits(weights(stock), config, ids[:-1])
     found = arm_losses(stock, share, sink, ids, LENGTH)
     torch.testing.assert_close(found, losses_of(logits, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mistral, wide heads", "qwen2", "qwen3", "qwen3, tied, biases"])
+@torch.no_grad()
+def test_other_families(family):
+    torch.manual_seed(0)
+    model, ids = vary(STOCK[family]().double().eval()), text()
+    expected = losses_of(streaming_logits(model, ids[:-1], 2 * LENGTH, 4), ids)
+    torch.testing.assert_close(arm_losses(model, WINDOW, SINK, ids, LENGTH), expected, atol=1e-5, rtol=1e-5)
+    config = variant_config(model.config, segment_length=LENGTH, memory_share=0.2, sink_token_id=SINK)
+    expected = losses_of(reference_logits(weights(model), config, ids[:-1]), ids)
+    torch.testing.assert_close(arm_losses(model, "0.2", SINK, ids, LENGTH), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_variants_share_the_weights(stock):
@@ -327,6 +345,7 @@ def test_its_own_samples_are_drawn_once(stories, tmp_path, noted):
     ("changed", "words"),
     [
         ({"--tokens": "15"}, r"--tokens 15 end before the second segment of 8 does"),
+        ({"--segment-lengths": "8", "--by-position": "512"}, "have 1,024"),
         ({"--segment-lengths": "512", "--tokens": "1k"}, r"the longest document has \d+ tokens, .* have 1,024"),
         ({"--data": "nowhere.txt"}, "nowhere.txt"),
         ({"--shares": "half"}, "the memory share 'half': pass a number"),

@@ -75,7 +75,7 @@ def convert(
     from condense.adapters import check_adapters, merge_adapters, trained_memory
     from condense.checks import check_dtype
     from condense.families import family_of
-    from condense.files import atomic_folder, check_new_folder, use_default_mode
+    from condense.files import check_new_folder
     from condense.loading import load_config, load_model, load_tokenizer
 
     check_dtype(dtype)
@@ -98,14 +98,20 @@ def convert(
     if merge is not None:
         model = merge_adapters(model, merge)
     written = blocks.convert(model, stock)
-    with atomic_folder(target) as folder:
-        written.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        use_default_mode(folder)
+    _write(written, tokenizer, target)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}{cost}")
     if not stock and from_stock and merge is None and any(config.memory_shares):
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
+
+
+def _write(model: Any, tokenizer: Any, target: Path) -> None:
+    from condense.files import atomic_folder, use_default_mode
+
+    with atomic_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        use_default_mode(folder)
 
 
 _own = [parameter for name, parameter in inspect.signature(convert).parameters.items() if name != "block"]

@@ -34,10 +34,7 @@ def check_measurable(measure: bool, text: str | None, **others: Any) -> None:
         raise ValueError(f"{text}: a text is for --measure: add the option, or leave the text out.")
     for option, given in others.items():
         if measure and given:
-            raise ValueError(
-                f"--measure measures the weights of the source, folded: leave --{option} out, or fold its result with "
-                "--measure."
-            )
+            raise ValueError(f"--measure folds the weights of the source as they are: leave --{option} out.")
 
 
 def measured_fields(
@@ -80,9 +77,10 @@ def measured_fields(
     cost, _ = choose(results["costs"], memory, sink)
     (token,) = results["sinks"].values()
     fields = fields_of(cost["memory"], token if cost["sink"] else None, config)
-    chosen = {name: fields[name] for name in ("memory_source", "memory_share", "sink_token_id")}
+    is_input = given.get("memory_source") == "layer_input"  # the share 0 by another name
+    names = ["sink_token_id", *([] if is_input else ["memory_source", "memory_share"])]
     said = f"{label_of(cost['memory'], cost['sink'])}: {cost['cost']:+.3f} nats a token above full attention, untrained"
-    return chosen | given, f"; {said} ({data_of(results)})"
+    return {name: fields[name] for name in names} | given, f"; {said} ({data_of(results)})"
 
 
 def _given_share(given: dict[str, Any]) -> str | None:

@@ -203,6 +203,21 @@ def commands(model: Path | str, folder: Path) -> dict[str, list]:
         "dry run": ["train", recipe, "--dry-run", "--report", folder / "report.json"],
         "passkey": ["eval", "passkey", *measured, "--lengths", "120", "--prompts", "1"],
         "perplexity": ["eval", "perplexity", *measured, "--data", book, "--segment-length", "16"],
+        "fold cost": [
+            "eval",
+            "fold-cost",
+            *measured,
+            "--data",
+            book,
+            "--segment-lengths",
+            "16",
+            "--tokens",
+            "64",
+            "--by-position",
+            "0",
+            "--shares",
+            "0.2",
+        ],
         "summarization": ["eval", "summarization", *measured, "--data", records],
         "attention": ["attention", *measured, "--data", book, "--segment-length", "16"],
         "probe": ["probe", "sums", *measured, "--limit", "1"],
@@ -221,7 +236,8 @@ def offline(monkeypatch):
 
 
 COMMANDS = [
-    "convert", "convert to llama", "generate", "train", "dry run", "passkey", "perplexity", "summarization",
+    "convert", "convert to llama", "generate", "train", "dry run", "passkey", "perplexity", "fold cost",
+    "summarization",
     "attention", "probe", "profile",
 ]  # fmt: skip
 

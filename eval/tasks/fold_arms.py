@@ -54,7 +54,7 @@ def arm_losses(
     if memory == NONE:
         hidden_ND = _alone(stock, ids_N[:-1], segment_length, sink)
     elif memory == WINDOW:
-        with windowed(stock, 2 * segment_length, 0 if sink is None else WINDOW_SINKS):
+        with windowed(stock, 2 * segment_length, 0 if sink is None else min(WINDOW_SINKS, segment_length)):
             hidden_ND = _read(stock, ids_N[:-1])
     elif memory == FULL:
         hidden_ND = _read(stock, ids_N[:-1])

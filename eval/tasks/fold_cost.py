@@ -1,4 +1,4 @@
-"""What folding a stock checkpoint costs before any training, by segment length, memory share and sink.
+"""The cost of folding a stock checkpoint, before any training, by segment length, memory share and sink.
 
 All ways of reading (see `fold_arms`) predict the same tokens of the same texts. A cost is the loss above that of the
 stock model with full attention, averaged over a text's tokens from the second segment on. The loss by position in a
@@ -17,12 +17,11 @@ import numpy as np
 
 from condense import CondenseForCausalLM, to_stock
 from condense.checks import quantization_of
-from condense.training.data.samples import first_token
 
 from ..decoding import max_positions
 from ..intervals import interval
 from ..models import EvaluatedModel
-from ..overview import Figure
+from ..overview import Figure, remark_of
 from ..results import Table
 from ..results_store import Key, Record
 from ..runner import Results
@@ -30,6 +29,7 @@ from . import fold_shown
 from .evaluation import Evaluation
 from .fold_arms import FULL, NONE, WINDOW, arm_losses, check_arm, fields_of
 from .fold_choice import choose, late_excess
+from .fold_shown import data_of, label_of
 from .fold_texts import long_texts, own_samples
 from .options import FoldCostOptions
 
@@ -65,23 +65,22 @@ class FoldCost(Evaluation[Reading]):
 
     @classmethod
     def load_for(cls, options: FoldCostOptions, output: Path) -> "FoldCost":
-        models = cls.load_models(options)
-        check_models(models, options)  # before any text is read
-        least = 2 * max(*options.segment_lengths, *options.by_position)
-        if options.num_tokens < 2 * max(options.segment_lengths):
+        longest = max([*options.segment_lengths, *(() if options.data else options.by_position)])
+        if options.num_tokens < 2 * longest:
             raise ValueError(
-                f"--tokens {options.num_tokens} end before the second segment of {max(options.segment_lengths)} does: "
-                "read more, or take shorter segments."
+                f"--tokens {options.num_tokens} end before the second segment of {longest} does: read more, or take "
+                "shorter segments."
             )
-        task = cls(options, models, {})
-        for model in models:
+        least = 2 * max(*options.segment_lengths, *options.by_position)
+        task = cls(options, cls.load_models(options), {})
+        for model in task.models:
             if options.data:
                 source = (options.data, options.text_field, options.num_texts, least)
                 task.texts[model.name] = long_texts(model.tokenizer, *source)
             else:
                 shape = (options.num_texts, options.num_tokens)
-                about = (model.name, model.describe(), shape, first_token(model.tokenizer), options.seed, output)
-                task.texts[model.name] = own_samples(task.stock(model), *about)
+                first = task.sinks[model.name]
+                task.texts[model.name] = own_samples(task.stock(model), model, shape, first, options.seed, output)
         return task
 
     def stock(self, model: EvaluatedModel) -> Any:
@@ -159,7 +158,7 @@ class FoldCost(Evaluation[Reading]):
 
     def in_words(self, item: Reading) -> str:
         segments = f" in segments of {item.segment_length}" if item.segment_length else ""
-        return f"{item.model}, {fold_shown.label_of(item.memory, item.sink)}, {item.tokens:,} tokens{segments}"
+        return f"{item.model}, {label_of(item.memory, item.sink)}, {item.tokens:,} tokens{segments}"
 
     def measure(self, item: Reading) -> Record:
         model = self.model_of(item)
@@ -230,16 +229,14 @@ class FoldCost(Evaluation[Reading]):
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
         """Returns the cost of each model's choices."""
-        return [
-            Figure(
-                choice["model"],
-                f"cost of folding in segments of {choice['segment_length']} on {fold_shown.data_of(results)} "
-                "[nats/token]",
-                choice["cost"], choice["low"], choice["high"], digits=3,
-                remark=fold_shown.label_of(choice["memory"], choice["sink"]),
-            )
-            for choice in results["choices"]
-        ]  # fmt: skip
+        found = []
+        for choice in results["choices"]:
+            length, figures = choice["segment_length"], (choice[name] for name in ("cost", "low", "high"))
+            remarks = [label_of(choice["memory"], choice["sink"]), remark_of(choice["model"], results)]
+            measure = f"cost of folding in segments of {length} on {data_of(results)} [nats/token]"
+            remark = ", ".join(filter(None, remarks))
+            found.append(Figure(choice["model"], measure, *figures, digits=3, remark=remark))
+        return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return fold_shown.rows(results)

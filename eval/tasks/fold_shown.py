@@ -30,7 +30,7 @@ def label_of(memory: str, sink: bool) -> str:
 
 
 def data_of(results: Results) -> str:
-    return evaluation.data_of(results) if results["data"] else "its own samples"
+    return evaluation.data_of(results) if results["data"] else "its own samples, which show less than a text"
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
@@ -61,13 +61,14 @@ def _costs(results: Results) -> Table:
     columns += ["diverges [tokens]"]
     found = []
     for (model, length), costs in groups_of(results["costs"], "model", "segment_length").items():
-        found.append([model, length, "full attention", "0", "", f"{costs[0]['stock_loss']:.4f}", "", ""])
+        shown_model = evaluation.shown_name(model, results)
+        found.append([shown_model, length, "full attention", "0", "", f"{costs[0]['stock_loss']:.4f}", "", ""])
         for (memory,), pair in groups_of(costs, "memory").items():
             shown = [bracketed((one["cost"], one["low"], one["high"]), "+.3f") for one in pair]
             losses = [f"{one['loss']:.4f}" for one in pair]
             sinks = " and ".join(("without", "with")[one["sink"]] for one in pair if diverges(one))
             verdict = sinks or (f"not within {pair[0]['read']:,}" if is_fold(pair[0]) else "")
-            found.append([model, length, name_of(memory), *shown, *losses, verdict])
+            found.append([shown_model, length, name_of(memory), *shown, *losses, verdict])
     number = max(len(cost["by_text"]) for cost in results["costs"])
     title = (
         "cost of folding before any training: nats a token above full attention, from token L to "
@@ -112,7 +113,7 @@ def draw(results: Results, path: Path) -> None:
         for row, name in zip(panels, names, strict=True):
             costs = [cost for cost in results["costs"] if cost["model"] == name]
             curves = [curve for curve in results["by_position"] if curve["model"] == name]
-            _draw_costs(row[0], name, costs)
+            _draw_costs(row[0], evaluation.shown_name(name, results), costs)
             for panel, length in zip(row[1:], lengths, strict=True):
                 _draw_positions(panel, length, [one for one in curves if one["segment_length"] in (0, length)])
             handles, labels = row[0].get_legend_handles_labels()

@@ -19,6 +19,7 @@ from condense.training.data.samples import draw
 from condense.training.recipe import Source
 
 from ..decoding import neutral_decoding
+from ..models import EvaluatedModel
 from ..results import MAKE_ROOM
 
 SAMPLES = "fold_cost.samples.json"
@@ -47,13 +48,14 @@ def long_texts(tokenizer: Any, data: Sequence[str], text_field: str, num_texts: 
 
 
 def own_samples(
-    stock: Any, name: str, described: dict[str, Any], shape: tuple[int, int], first: int, seed: int, folder: Path
+    stock: Any, model: EvaluatedModel, shape: tuple[int, int], first: int, seed: int, folder: Path
 ) -> list[torch.Tensor]:
     """Returns texts [N] that the stock model writes at temperature 1 after the token `first`.
 
     They are drawn once, and kept in a file of the folder: another machine would draw others.
     """
-    wanted = {"model": described["weights"], "texts": shape[0], "tokens": shape[1], "first": first, "seed": seed}
+    name, weights = model.name, model.describe()["weights"]
+    wanted = {"weights": weights, "texts": shape[0], "tokens": shape[1], "first": first, "seed": seed}
     path = folder / SAMPLES
     with FileLock(folder / f".{SAMPLES}.lock"):
         kept = json.loads(read_text(path)) if path.exists() else {}

@@ -200,7 +200,7 @@ def _check_shares(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FoldCostOptions(EvaluationOptions):
-    """What folding a checkpoint costs before any training, by segment length, memory share and sink."""
+    """The cost of folding a checkpoint, before any training, by segment length, memory share and sink."""
 
     data: Annotated[
         Sequence[str],

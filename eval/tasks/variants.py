@@ -5,15 +5,18 @@ from typing import Any
 import torch
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.families import folded_fields
+from condense.families import check_family, folded_fields
 from condense.rotary import RotaryEmbedding
 
 
 def variant_config(config: Any, **fields: Any) -> CondenseConfig:
-    """Returns the configuration of a folded or stock model, folded with these fields. Raises `ValueError` as
-    `CondenseConfig` does."""
+    """Returns the configuration of a folded or stock model, folded with these fields.
+
+    Raises `ValueError` for a family that is not folded, and as `CondenseConfig` does.
+    """
     known = config.to_dict()
     if config.model_type != CondenseConfig.model_type:
+        check_family(config.model_type)
         known = folded_fields(config.model_type, known)
     for name in ("model_type", "architectures", "transformers_version"):
         known.pop(name, None)

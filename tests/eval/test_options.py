@@ -15,12 +15,14 @@ from condense.eval.continuity.options import ProbeOptions
 from condense.eval.options import (
     INDICES,
     NAMES,
+    NUMBER,
     NUMBER_OR_ALL,
     NUMBERS,
     PERCENTAGES,
     Option,
     Options,
     described,
+    number,
     numbers,
     percentages,
     stored,
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.unit
 
 KINDS = ("passkey", "recall", "perplexity", "summarization", "suite", "attention")
 COMMANDS = {kind: getattr(of_tasks, f"{kind.title()}Options") for kind in KINDS} | {"probe": ProbeOptions}
+COMMANDS["fold_cost"] = of_tasks.FoldCostOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,11 @@ OF_ALL = "ranks device-map dtype attention"  # but probe
         ("recall", f"pairs lengths form values overwritten prompts seed {OF_ALL}"),
         ("perplexity", f"data text-field segments segment-length tokens curves batch {OF_ALL}"),
         (
+            "fold_cost",
+            "data text-field texts tokens segment-lengths shares sink-token-id by-position position-tokens seed "
+            f"{OF_ALL}",
+        ),
+        (
             "summarization",
             "chat data text-field summary-field documents longest bad-documents temperature new-tokens batch seed "
             f"{OF_ALL}",
@@ -151,6 +159,7 @@ def test_flags_keep_their_names(name, flags):
         (PERCENTAGES, [0.0, 0.25, 1.0, 0.125], "0,25,100,12.5"),
         (INDICES, [0, 2, 15], "0,2,15"),
         (NAMES, ["folded", "full_attention"], "folded,full_attention"),
+        (NUMBER, 1536, "1536"),
         (NUMBER_OR_ALL, 2**16, "64k"),
         (NUMBER_OR_ALL, None, "all"),
     ],
@@ -161,6 +170,9 @@ def test_spellings_are_read_and_written_alike(spelling, value, text):
 
 WRONG = [(percentages, "is not a percentage", text) for text in ("half", "0,101", "-1")]
 WRONG += [(numbers, "is not a positive whole number", text) for text in ("", "1k,,2k", "0", "-3", "2.5k", "many")]
+
+
+WRONG += [(number, "pass one number", "1k,2k")]
 
 
 @pytest.mark.parametrize(("parse", "message", "text"), WRONG)

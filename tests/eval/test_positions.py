@@ -64,6 +64,10 @@ def test_every_kind_of_measurement_marks_them(folders, tmp_path, capsys):
             "new_tokens": 99,
         },
         "perplexity": {"models": [llama, folded], "data": [str(tmp_path / "text.txt")], "segment_length": 20},
+        "fold_cost": {
+            "models": [llama], "data": [str(tmp_path / "text.txt")], "segment_lengths": [20], "by_position": [20],
+            "shares": ["0.2"], "num_tokens": 120,
+        },
         "attention": {"models": [llama], "text": str(tmp_path / "text.txt"), "segments": [6], "segment_length": 16},
     }  # fmt: skip
     for kind, options in given.items():

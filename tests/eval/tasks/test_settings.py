@@ -3,6 +3,7 @@
 import hashlib
 import json
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from transformers import LlamaForCausalLM
 from condense.eval.continuity.options import ProbeOptions
 from condense.eval.continuity.probes import PROBES
 from condense.eval.tasks import find_task
-from condense.eval.tasks.options import AttentionOptions, PasskeyOptions, PerplexityOptions, SummarizationOptions
+from condense.eval.tasks.options import (
+    AttentionOptions,
+    FoldCostOptions,
+    PasskeyOptions,
+    PerplexityOptions,
+    SummarizationOptions,
+)
 from condense.training.data.summarization import AFTER, BEFORE
 from condense.training.small_llama import small_llama, word_tokenizer
 
@@ -60,7 +67,7 @@ def settings_of_files(folder):
 
 
 def settings_of(kind, options):
-    return json.loads(json.dumps(find_task(kind).load(options).settings()))
+    return json.loads(json.dumps(find_task(kind).load_for(options, Path()).settings()))
 
 
 @pytest.fixture
@@ -85,6 +92,18 @@ def test_perplexity(folders, models):
     expected = {"models": described(folders), "data": [str(folders / "text.txt")], "texts": {"a": text, "llama": text}}
     expected |= {"num_segments": 3, "segment_lengths": {"a": 8, "llama": 9}, "batch_size": 8, "attention": "auto"}
     assert settings_of("perplexity", options) == expected
+
+
+def test_fold_cost(folders, models):
+    options = FoldCostOptions(
+        models=models, data=[str(folders / "text.txt")], num_tokens=64, segment_lengths=(8,), by_position=(0,)
+    )
+    ids = find_task("fold_cost").load_for(options, Path()).texts["a"][0]
+    text = {"tokens": len(ids), "sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
+    expected = {"models": described(folders), "data": [str(folders / "text.txt")], "num_texts": 4}
+    expected |= {"sink_token_id": None, "seed": 0, "texts": {"a": [text], "llama": [text]}}
+    bos = LlamaForCausalLM.from_pretrained(folders / "llama").config.bos_token_id
+    assert len(ids) > 64 and settings_of("fold_cost", options) == expected | {"sinks": {"a": bos, "llama": bos}}
 
 
 def test_summarization(folders, models):

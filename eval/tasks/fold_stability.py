@@ -38,6 +38,7 @@ REMEMBERED = {
     "clipped": "share 1, each dimension clipped to X's range",
 }
 TRACES = {"on_memory": "attention on the memory", "alike": "mean cosine of neighbouring remembered states"}
+DIGITS = 4  # of a trace
 DIVERGED = 1.0  # nats a token above share 0 in the last quarter
 
 
@@ -131,7 +132,9 @@ class FoldStability(Evaluation[Arm]):
             about = item._asdict()
             arms.append({**about, "excess": float(excess_S[1:].mean()), "late": late, "diverges": late > DIVERGED,
                          "losses": record["losses"]})  # fmt: skip
-            traces += [{**about, **one} for one in record["traces"]]
+            traces += [
+                {**about, **{name: round(value, DIGITS) for name, value in one.items()}} for one in record["traces"]
+            ]
             if record["sink_norms"]:
                 norms[item.model] = record["sink_norms"]
         return {"arms": arms, "traces": traces, "sink_norms": norms}
@@ -168,7 +171,7 @@ class FoldStability(Evaluation[Arm]):
             for number, name in enumerate(models):
                 (losses, layers), maps = panels[2 * number], panels[2 * number + 1]
                 arms = [arm for arm in results["arms"] if arm["model"] == name]
-                _draw_losses(losses, shown_name(name, results), arms)
+                _draw_excess(losses, shown_name(name, results), arms)
                 _draw_layers(layers, [arm for arm in arms if arm["kind"] == "layer"])
                 of_share_1 = [one for one in results["traces"] if _is_paper_fold(one, name)]
                 for axes, (field, title) in zip(maps, TRACES.items(), strict=True):
@@ -224,29 +227,32 @@ def _layers(name: str, results: Results) -> Table:
     return Table(f"{shown_name(name, results)}: the layers with share 1 (norms are medians)", columns, rows)
 
 
-def _draw_losses(axes: Any, name: str, arms: Sequence[dict[str, Any]]) -> None:
-    shares = [arm for arm in arms if arm["kind"] == "share"]
-    import matplotlib
-
-    colors = matplotlib.colormaps["viridis_r"](np.linspace(0.1, 0.95, len(shares)))
-    for color, arm in zip(colors, shares, strict=True):
-        width = 2.2 if arm["value"] == "1" else 1.3
-        axes.plot(arm["losses"], color=color, linewidth=width, label=label_of(arm["kind"], arm["value"]))
-    for number, arm in enumerate(arm for arm in arms if arm["kind"] == "remedy"):
-        style = {"linestyle": "--", "linewidth": 1.1, "color": f"C{number + 3}"}
-        axes.plot(arm["losses"], label=label_of(arm["kind"], arm["value"]), **style)
-    axes.set(xlabel="segment, from 0", ylabel="loss [nats a token]")
+def _draw_excess(axes: Any, name: str, arms: Sequence[dict[str, Any]]) -> None:
+    control_S = np.array(next(arm["losses"] for arm in arms if label_of(arm["kind"], arm["value"]) == CONTROL))
+    shown = [arm for arm in arms if arm["kind"] != "layer" and label_of(arm["kind"], arm["value"]) != CONTROL]
+    for number, arm in enumerate(shown):
+        is_paper_fold = _is_paper_fold(arm, arm["model"])
+        style = {"color": "tab:red", "linewidth": 2.6} if is_paper_fold else {"color": f"C{number % 10}"}
+        style |= {"linestyle": "--"} if arm["kind"] == "remedy" else {}
+        axes.plot(np.array(arm["losses"]) - control_S, **style, label=label_of(arm["kind"], arm["value"]))
+    _symlog(axes)
+    axes.set_ylim(top=1000)  # leaves room for the legend
+    axes.set(xlabel="segment, from 0", ylabel=f"nats a token above {CONTROL}")
     axes.set_title(f"{name}: loss by segment", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", ncols=2)
+
+
+def _symlog(axes: Any) -> None:
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _draw_layers(axes: Any, arms: Sequence[dict[str, Any]]) -> None:
     colors = ["tab:red" if arm["diverges"] else "tab:blue" for arm in arms]
     axes.bar(range(len(arms)), [arm["late"] for arm in arms], color=colors)
-    axes.set_yscale("symlog", linthresh=0.1)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="layer", ylabel="nats a token above share 0, last quarter")
+    _symlog(axes)
+    axes.set(xlabel="layer", ylabel=f"nats a token above {CONTROL}, last quarter")
     axes.set_title("share 1 in one layer alone (red: diverges)", fontsize=10)
     axes.grid(alpha=0.3, axis="y")
 

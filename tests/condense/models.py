@@ -73,7 +73,9 @@ def in_float64(stock):
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             shape, eps = module.weight.shape, module.variance_epsilon
-            module.forward = partial(torch.nn.functional.rms_norm, normalized_shape=shape, weight=module.weight, eps=eps)
+            module.forward = partial(
+                torch.nn.functional.rms_norm, normalized_shape=shape, weight=module.weight, eps=eps
+            )
         elif kind.endswith("RotaryEmbedding"):
             module.forward = partial(_accurate_tables, module, module.forward)
     return stock

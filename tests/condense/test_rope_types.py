@@ -7,7 +7,15 @@ from condense import CondenseConfig, CondenseForCausalLM
 from condense.conversion import to_stock
 
 from ..refusals import assert_refused
-from .models import assert_rows_alone, in_float64, logits_in_parts, padded_batch, random_durations, random_ids, tiny_model
+from .models import (
+    assert_rows_alone,
+    in_float64,
+    logits_in_parts,
+    padded_batch,
+    random_durations,
+    random_ids,
+    tiny_model,
+)
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 

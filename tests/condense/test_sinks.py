@@ -4,18 +4,14 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM, FoldedCache, to_stock
-from condense.autoregressivity import to_block_diffusion
-from condense.depth import convert_to_depth
 from condense.depth.initialization import layer_states
 
 from .models import (
-    assert_rows_alone,
     assert_same_gradients,
     expected_logits,
     gradients,
     in_float64,
     logits_in_parts,
-    padded_batch,
     random_durations,
     random_ids,
     reference_gradients,
@@ -60,22 +56,6 @@ def test_it_has_one_unit_of_time(anchor):
     torch.testing.assert_close(in_parts, logits, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@torch.no_grad()
-def test_rows_of_a_padded_batch_are_those_alone(side):
-    model, (_, ids, mask) = tiny_model(**SINK), padded_batch([3, 17, 11], side)
-    assert_rows_alone(model, mask, model(ids, attention_mask=mask).logits, ids)
-
-
-@torch.no_grad()
-def test_packed_documents_have_it_each():
-    model, ids = tiny_model(**SINK), random_ids(1, 24)
-    positions = torch.cat([torch.arange(11), torch.arange(13)])[None]
-    packed = model(ids, position_ids=positions).logits
-    alone = torch.cat([model(ids[:, :11]).logits, model(ids[:, 11:]).logits], dim=1)
-    torch.testing.assert_close(packed, alone, atol=1e-10, rtol=0)
-
-
 def test_noise_on_embeddings_leaves_it_alone():
     """As NEFTune's, whose hook asks for the training mode."""
     model, ids = tiny_model(**SINK).train(), random_ids(1, 13)
@@ -84,22 +64,6 @@ def test_noise_on_embeddings_leaves_it_alone():
     model(ids)
     assert sorted(seen, key=str) == [(False, (1, 1, 24)), (True, (1, 13, 24))]
     assert model.model.embed_tokens.training
-
-
-@torch.no_grad()
-def test_a_layer_as_depth_block_has_one():
-    """One Euler step of a layer with its own scale is the layer."""
-    model, ids = tiny_model(**SINK), random_ids(1, 18)
-    expected = model(ids).logits
-    block = convert_to_depth(tiny_model(**SINK), 1, 2, field="layer", solver="euler", steps=1, alpha=1.0)
-    torch.testing.assert_close(block(ids).logits, expected, atol=1e-10, rtol=0)
-
-
-@torch.no_grad()
-def test_blocks_of_one_token_predict_like_the_model():
-    model, ids = tiny_model(**SINK), random_ids(1, 15)
-    noisy = to_block_diffusion(tiny_model(**SINK), block_length=1)(ids, masked=torch.zeros_like(ids, dtype=torch.bool))
-    torch.testing.assert_close(noisy.logits, model(ids).logits, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("span", [1, 2])
@@ -119,19 +83,6 @@ def test_checkpoints_compute_it_once(segments):
     expected = gradients(model, ids)
     model._set_gradient_checkpointing(True, torch_checkpoint(checkpoint_segments=segments))
     assert_same_gradients(gradients(model, ids), expected, 1e-12)
-
-
-@torch.no_grad()
-def test_static_steps_read_it():
-    """Rows of other lengths begin their segments at other steps."""
-    model, (_, ids, mask) = tiny_model(**SINK), padded_batch([3, 7, 4], "left")
-    rest = random_ids(3, 16, seed=1)
-    logits = []
-    for fixed in (False, True):
-        model.fixed_decoding, cache = fixed, FoldedCache(model.config)
-        model(ids, attention_mask=mask, cache=cache)
-        logits.append(torch.cat([model(column, cache=cache).logits for column in rest.split(1, dim=1)], dim=1))
-    torch.testing.assert_close(logits[1], logits[0], atol=1e-10, rtol=0)
 
 
 @torch.no_grad()

@@ -5,19 +5,23 @@ import torch
 
 from condense import CondenseForCausalLM, FoldedCache, to_stock
 from condense.depth.initialization import layer_states
+from condense.reference import reference_loss
 
 from .models import (
     assert_same_gradients,
     expected_logits,
     gradients,
+    gradients_of,
     in_float64,
     logits_in_parts,
+    random_adapters,
     random_durations,
     random_ids,
     reference_gradients,
     tiny_config,
     tiny_model,
     torch_checkpoint,
+    weights,
 )
 
 pytestmark = pytest.mark.unit
@@ -75,6 +79,41 @@ def test_it_learns_under_truncated_gradients(memory, span):
     found = gradients(model, ids)
     assert_same_gradients(found, reference_gradients(model, ids, detach_after=span), 1e-10)
     assert found[1]["model.embed_tokens.weight"][7].abs().max() > 1e-6
+
+
+def test_it_learns_in_calls_that_keep_their_gradients():
+    """Each call that begins a memory computes it again; the gradients of all of them are those of one call."""
+    model, ids = tiny_model(memory_share=0.3, **SINK), random_ids(2, 23)
+    expected = reference_gradients(model, ids)
+    logits, _ = logits_in_parts(model, ids, [3, 1, 8, 11])
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    assert_same_gradients((loss.detach(), gradients_of(model)), expected, 1e-10)
+
+
+def test_adapters_learn_from_it():
+    """LoRA on the embedding and on linear maps: gradients of A and B through W + s B A in the equations."""
+    peft = pytest.importorskip("peft")
+    model, ids = tiny_model(memory_share=0.3, **SINK), random_ids(2, 18)
+    ids[ids == 7] = 8
+    own = weights(model)
+    options = {"r": 2, "lora_alpha": 6, "target_modules": ["embed_tokens", "q_proj", "v_proj", "down_proj"]}
+    adapted = random_adapters(peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)))
+    adapted.double().train()
+    adapted(ids, labels=ids).loss.backward()
+    trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    leaves = {name: parameter.detach().clone().requires_grad_() for name, parameter in trained.items()}
+    for name in own:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if (b := leaves.get(f"{module}.lora_B.default.weight")) is not None:
+            own[name] = own[name] + 3 * b @ leaves[f"{module}.lora_A.default.weight"]
+        elif (b := leaves.get(f"{module}.lora_embedding_B.default")) is not None:
+            own[name] = own[name] + 3 * (b @ leaves[f"{module}.lora_embedding_A.default"]).T
+    (sum(reference_loss(own, model.config, row) for row in ids) / 2).backward()
+    found, expected = ({name: one.grad for name, one in named.items()} for named in (trained, leaves))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    (of_tokens,) = (one for name, one in found.items() if "lora_embedding_A" in name)
+    assert of_tokens[:, 7].abs().max() > 1e-6
 
 
 @pytest.mark.parametrize("segments", [1, 2, 8])

@@ -89,8 +89,9 @@ def test_the_curves_part_where_they_must(measured):
     loss = {name: [point["loss"] for point in curve["points"]] for name, curve in curves.items()}
     cut_off = loss["cut_off"][0]
     assert list(curves) == ["cut_off", *CURVES] and len(loss["cut_off"]) == 1
-    assert all(loss[name][0] == pytest.approx(cut_off, rel=1e-12) for name in CURVES)
-    assert loss["layer_input"][1] == pytest.approx(loss["full_attention"][1], rel=1e-12)
+    # A stock Llama has norms and rotary tables in float32.
+    assert all(loss[name][0] == pytest.approx(cut_off, rel=1e-6) for name in CURVES)
+    assert loss["layer_input"][1] == pytest.approx(loss["full_attention"][1], rel=1e-6)
     assert abs(loss["folded"][1] - loss["full_attention"][1]) > 1e-3
     assert len({round(loss[name][2], 4) for name in CURVES}) == 3
 

@@ -71,12 +71,12 @@ def check_adapter_config(path: Path) -> None:
 
 
 def trained_memory(folder: Path) -> dict[str, Any]:
-    """Returns the segment length and the memory share that `condense train` used for a folder of adapters, or for one
-    of its checkpoints; without those that no recipe names: the training used the ones of its model."""
+    """Returns the segment length, the memory share and the sink that `condense train` used for a folder of adapters, or
+    for one of its checkpoints; without those that no recipe names: the training used the ones of its model."""
     recipe = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE
     try:
         model = json.loads(recipe.read_text(encoding="utf-8"))["model"]
-        found = {name: model.get(name) for name in ("segment_length", "memory_share")}
+        found = {name: model.get(name) for name in ("segment_length", "memory_share", "sink_token_id")}
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # not a recipe of this package
         return {}
     return {name: value for name, value in found.items() if isinstance(value, int | float | list)}

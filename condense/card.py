@@ -78,11 +78,12 @@ Where nothing imports the package, as in `transformers serve`, load the folder w
 
 
 def _memory(config: Any) -> str:
-    shares = config.memory_shares
-    if (known := MEMORIES.get(tuple(sorted(set(shares))))) is not None:
-        return known
-    values = ", ".join(f"{share:g}" for share in (shares if len(set(shares)) > 1 else shares[:1]))
-    return f"X + a (Y - X) of each layer's input X and output Y in the segment before, a = {values}"
+    shares, sink = config.memory_shares, config.sink_token_id
+    states = MEMORIES.get(tuple(sorted(set(shares))))
+    if states is None:
+        values = ", ".join(f"{share:g}" for share in (shares if len(set(shares)) > 1 else shares[:1]))
+        states = f"X + a (Y - X) of each layer's input X and output Y in the segment before, a = {values}"
+    return states if sink is None else f"{states}; a sink, token {sink} alone, in place of its first row"
 
 
 def base_model(source: str | None) -> str | None:

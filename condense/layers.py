@@ -97,8 +97,9 @@ def rms_norm(hidden_xD: torch.Tensor, weight_D: torch.Tensor, epsilon: float) ->
 
 
 def llama_rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Returns weight * x / sqrt(mean(x^2) + epsilon) with a Llama's roundings: all but the weight in float32."""
-    wide_xD = hidden_xD.float()
+    """Returns weight * x / sqrt(mean(x^2) + epsilon) with a Llama's roundings: all but the weight in float32, or in
+    float64 for a float64 model."""
+    wide_xD = hidden_xD if hidden_xD.dtype == torch.float64 else hidden_xD.float()
     scale_x1 = torch.rsqrt(wide_xD.square().mean(-1, keepdim=True) + epsilon)
     return weight * (wide_xD * scale_x1).to(hidden_xD.dtype)
 

@@ -175,7 +175,8 @@ def recomputed(token_losses: TokenLosses, head: Callable) -> TokenLosses:
         return token_losses(partial(functional_call, module, weights), hidden_nD, target_n)
 
     def checkpointed(_, hidden_nD: torch.Tensor, target_n: torch.Tensor) -> torch.Tensor:
-        watched_nD = _WithWeights.apply(hidden_nD, *weights.values())
+        watched = [weight for weight in weights.values() if not hasattr(weight, "ds_id")]
+        watched_nD = _WithWeights.apply(hidden_nD, *watched)  # ZeRO-3 empties its weights between their uses
         return checkpoint(for_recomputation(with_weights), watched_nD, target_n, use_reentrant=False)
 
     return checkpointed

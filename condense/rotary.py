@@ -39,18 +39,27 @@ class RotaryEmbedding(nn.Module):
 
     @staticmethod
     def compute_default_rope_parameters(config: CondenseConfig) -> tuple[torch.Tensor, float]:
-        """Returns theta^(-2i / E) for i = 0 ... E/2 - 1, and the factor of the tables."""
-        exponents_e = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponents_e, 1.0
+        """Returns theta^(-2i / E) for i = 0 ... E/2 - 1 in float32, and the factor of the tables."""
+        return _default_frequencies(config, torch.float32), 1.0
 
     @torch.no_grad()
     def forward(self, like: torch.Tensor, position_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the cosines and sines [R, T, E], computed in float32, in the dtype and on the device of `like`."""
-        inv_freq_e = self.inv_freq.to(like.device, torch.float)
-        angle_RTe = position_RT[..., None].float() * inv_freq_e
+        """Returns the cosines and sines [R, T, E] in the dtype and on the device of `like`, computed in float32 or, for
+        a float64 model, in float64."""
+        inv_freq_e = self._frequencies(like)
+        angle_RTe = position_RT[..., None].to(inv_freq_e.dtype) * inv_freq_e
         angle_RTE = torch.cat((angle_RTe, angle_RTe), dim=-1)
         cos_RTE, sin_RTE = angle_RTE.cos() * self.attention_scaling, angle_RTE.sin() * self.attention_scaling
         return cos_RTE.to(like.dtype), sin_RTE.to(like.dtype)
+
+    def _frequencies(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns the frequencies [e] at least in float32. The buffer is float32: a float64 model has accurate ones,
+        except where the buffer was changed."""
+        inv_freq_e = self.inv_freq.to(like.device, torch.promote_types(like.dtype, torch.float32))
+        if like.dtype != torch.float64 or self.rope_type != "default":
+            return inv_freq_e
+        unchanged_e = inv_freq_e == self.original_inv_freq.to(like.device)
+        return torch.where(unchanged_e, _default_frequencies(self.config, torch.float64).to(like.device), inv_freq_e)
 
     def kept_tables(self, first: int, width: int, like: torch.Tensor, make: Callable[[], RotaryTables]) -> RotaryTables:
         """Returns the tables of a segment's positions from `first` on. The first call that needs them runs `make`; they
@@ -80,3 +89,8 @@ class RotaryEmbedding(nn.Module):
             if moved.dtype != buffer.dtype:
                 setattr(self, name, buffer.to(moved.device))
         return self
+
+
+def _default_frequencies(config: CondenseConfig, dtype: torch.dtype) -> torch.Tensor:
+    exponents_e = torch.arange(0, config.head_dim, 2, dtype=dtype) / config.head_dim
+    return 1.0 / config.rope_parameters["rope_theta"] ** exponents_e

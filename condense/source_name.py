@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 REMEDY = "save_pretrained() it and load that folder)"
 HUB_OPTIONS = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder", "token")
-FIELDS = ("segment_length", "memory_source", "memory_share", "position_anchor")  # a model with others has other outputs
+# A model with others has other outputs.
+FIELDS = ("segment_length", "memory_source", "memory_share", "sink_token_id", "position_anchor")
 
 
 def name_as_in_memory(model: Any, source: Any, change: str) -> None:

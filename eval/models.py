@@ -58,7 +58,7 @@ class EvaluatedModel:
                 "parameters": model.num_parameters(),
                 "segment_length": self.segment_length,
                 "memory_source": getattr(self.config, "memory_source", None),
-                **_share(self.config),
+                **_share_and_sink(self.config),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": model.device.type,
                 "weights": weights_fingerprint(model),
@@ -101,12 +101,12 @@ class StoredModel(EvaluatedModel):
         return self._in_memory.model_of(self, lambda: self._load(self.source))
 
 
-def _share(config: Any) -> dict[str, Any]:
-    """Returns the memory's share of a layer's output, unless the memory is all of it."""
-    share = getattr(config, "memory_share", 1)
+def _share_and_sink(config: Any) -> dict[str, Any]:
+    """Returns the memory's share of a layer's output, unless the memory is all of it, and the sink, if there is one."""
+    share, sink = getattr(config, "memory_share", 1), getattr(config, "sink_token_id", None)
     if isinstance(share, list) and len(set(share)) == 1:
         (share,) = set(share)
-    return {} if share == 1 else {"memory_share": share}
+    return ({} if share == 1 else {"memory_share": share}) | ({} if sink is None else {"sink_token_id": sink})
 
 
 def split_name(named: str) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """Attention maps: scores before softmax over [segment before ; current], and the share that falls on the former.
 
-For a folded model the segment before is its memory, the only earlier text that it sees. A stock Llama sees all earlier
-text, whose share is also reported. Layers and segments count from 0, so segment s has s segments before it. The paper
-counts from 1: layers 1, 8 and 16 of its figure 10 are 0, 7 and 15 here. Its segments 2-3 are segment 2.
+For a folded model the segment before is its memory, the only earlier text that it sees; a sink in the memory's first
+row has a column of its own. A stock Llama sees all earlier text, whose share is also reported, as is that of the first
+token, the sink of many pretrained models. Layers and segments count from 0, so segment s has s segments before it. The
+paper counts from 1: layers 1, 8 and 16 of its figure 10 are 0, 7 and 15 here. Its segments 2-3 are segment 2.
 
 Axes: H query heads, T queries (the tokens of a segment), K keys, N tokens.
 """
@@ -76,26 +77,29 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
     def measure(self, item: EvaluatedModel) -> Record:
         """Returns `masses` of every layer and segment, and `maps` of the chosen layers and segments.
 
-        A mass is the softmax weight on the segment before (`on_previous`) or on all earlier ones (`on_earlier`),
-        averaged over heads and queries. `by_head` [H] and `by_position` [T] split the former. `uniform` [T] is its
-        value if all visible keys weighed the same. A map's `scores` [T, 2T] are from one head, or the mean of all
-        (`head` None). They are scaled to 0 ... 1 over the visible keys; hidden ones are None. In segments of over 128
+        A mass is the softmax weight on the segment before, without a sink (`on_previous`), on all earlier segments
+        (`on_earlier`), or on the first key that there is (`on_first`): the text's first token in a stock model, the
+        memory's first row in a folded one, which is the sink if it has one. Masses are averaged over heads and queries.
+        `by_head` [H] and `by_position` [T] split `on_previous`. `uniform` [T] is its value if all visible keys weighed
+        the same. A map's `scores` [T, 2T] are from one head, or the mean of all (`head` None). They are scaled to
+        0 ... 1 over the visible keys; hidden ones are None. A sink's are apart, in `sink` [T]. In segments of over 128
         tokens, scores are averaged in blocks of `block` x `block` tokens.
         """
         num_layers, length = item.config.num_hidden_layers, self.lengths[item.name]
         last = num_layers - 1
         layers = sorted({0, last // 2, last}) if self.options.layers is None else self.options.layers
+        has_sink = getattr(item.config, "sink_token_id", None) is not None
         found = queries_and_keys(item.model, self.texts[item.name], length, range(num_layers), self.options.segments)
         masses, maps = [], []
         for layer in range(num_layers):
             for segment in self.options.segments:
                 about = {"layer": layer, "segment": segment}
                 score_HTK = scores(*found[layer, segment])
-                masses.append({**about, **mass(score_HTK)})
+                masses.append({**about, **mass(score_HTK, has_sink)})
                 if layer in layers:
                     pair_HTK = score_HTK[:, :, -2 * length :]
-                    maps.append({**about, "head": None, **scaled_map(pair_HTK.mean(0))})
-                    maps += [{**about, "head": head, **scaled_map(pair_HTK[head])} for head in self.options.heads]
+                    for head, score_Tk in [(None, pair_HTK.mean(0)), *((h, pair_HTK[h]) for h in self.options.heads)]:
+                        maps.append({**about, "head": head, **scaled_map(score_Tk, has_sink)})
         return {"masses": masses, "maps": maps}
 
     def summarise(self, measured: Sequence[tuple[EvaluatedModel, Record]]) -> dict[str, Any]:
@@ -111,13 +115,19 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
 
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
-        """Returns tables by layer of the mass on the segment before and, for stock models, on all earlier ones."""
+        """Returns tables by layer of the mass on the first key, on the segment before and, for stock models, on all
+        earlier ones."""
         found = []
         for model in results["models"]:
             length = results["segment_lengths"][model["name"]]
             masses = [one for one in results["masses"] if one["model"] == model["name"]]
             by_layer = {(one["layer"], one["segment"]): one for one in masses}
-            kinds = {"on_previous": "memory" if model["segment_length"] else "the segment before"}
+            kinds = {
+                "on_first": _first_key(model),
+                "on_previous": "memory" if model["segment_length"] else "the segment before",
+            }
+            if "on_first" not in masses[0]:  # measured by an earlier version
+                del kinds["on_first"]
             if not model["segment_length"]:
                 kinds["on_earlier"] = "all earlier ones"
             columns = ["layer", *(f"segment {s}: % on {kind}" for s in results["segments"] for kind in kinds.values())]
@@ -128,7 +138,7 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
             evenly = ["even"]  # the share if all visible keys weighed the same
             for segment in results["segments"]:
                 share = 100 * np.mean(by_layer[0, segment]["uniform"])
-                evenly += [f"{share:.1f}", *[""] * (len(kinds) - 1)]
+                evenly += [f"{share:.1f}" if kind == "on_previous" else "" for kind in kinds]
             rows.append(evenly)
             shown = shown_name(model["name"], results)
             title = f"{shown}: attention of segments of {length} tokens ('even': if all keys weighed the same)"
@@ -140,6 +150,16 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
         """Draws the maps and, in a second picture, the masses."""
         draw_maps(results, path)
         draw_mass(results, path.with_name(f"{path.name}_mass"))
+
+
+def _first_key(model: dict[str, Any]) -> str:
+    if not model["segment_length"]:
+        return "the first token"
+    return "the memory's first token" if model.get("sink_token_id") is None else "the sink"
+
+
+def _before(model: dict[str, Any]) -> str:
+    return "the memory" if model["segment_length"] else "the segment before"
 
 
 def _read(model: EvaluatedModel, options: AttentionOptions) -> list[torch.Tensor]:
@@ -190,7 +210,8 @@ def _check(model: EvaluatedModel, options: AttentionOptions) -> None:
 
 
 def draw_maps(results: Results, path: Path) -> None:
-    """Draws maps: a row per model and segment, a column per layer and head. A line separates the two segments."""
+    """Draws maps: a row per model and segment, a column per layer and head. A line separates the two segments; a sink
+    stands before them."""
     rows = [(model, segment) for model in results["models"] for segment in results["segments"]]
     columns = list(dict.fromkeys((one["layer"], one["head"]) for one in results["maps"]))
     by_panel = {(one["model"], one["segment"], one["layer"], one["head"]): one for one in results["maps"]}
@@ -218,28 +239,38 @@ def _draw_map(axes: Any, one: dict[str, Any], length: int) -> Any:
     image = axes.imshow(cells, extent=(0, 2 * length, length, 0), **look)
     axes.axvline(length, color="white", linewidth=2.5)
     axes.axvline(length, color="crimson", linewidth=1)
+    if "sink" in one:
+        width, end = length / 12, -length / 24
+        axes.imshow(np.array(one["sink"])[:, None], extent=(end - width, end, length, 0), **look)
+        axes.set(xlim=(end - width, 2 * length), ylim=(length, 0))
+        ticks = [tick for tick in axes.get_xticks() if 0 < tick <= 2 * length]
+        axes.set_xticks([end - width / 2, *ticks], ["sink", *(f"{tick:g}" for tick in ticks)])
     axes.tick_params(labelsize=7)
     return image
 
 
 def draw_mass(results: Results, path: Path) -> None:
-    """Draws the mass on the segment before, by layer and query position; a row of panels per model."""
+    """Draws the mass on the segment before, by layer and query position, and on the first key by layer; a row of panels
+    per model."""
     models = results["models"]
-    with picture(path, rows=len(models), columns=2, figsize=(11, 3.8 * len(models)), squeeze=False) as panels:
-        for (left, right), model in zip(panels, models, strict=True):
+    has_first = "on_first" in results["masses"][0]  # unless an earlier version has measured them
+    columns = 2 + has_first
+    size = (5.5 * columns, 3.8 * len(models))
+    with picture(path, rows=len(models), columns=columns, figsize=size, squeeze=False) as panels:
+        for (left, right, *more), model in zip(panels, models, strict=True):
             name = model["name"]
             masses = [one for one in results["masses"] if one["model"] == name]
             _draw_by_layer(left, masses, results["segments"])
             shown = sorted({one["layer"] for one in results["maps"] if one["model"] == name})
             _draw_by_position(right, masses, shown)
-            what = "the memory" if model["segment_length"] else "the segment before"
-            for axes in (left, right):
+            for axes in more:
+                _draw_first_key(axes, masses, results["segments"])
+            for axes, what in zip((left, right, *more), (*[_before(model)] * 2, _first_key(model)), strict=False):
                 axes.set(ylabel=f"% of attention on {what}", ylim=(0, 100))
                 axes.grid(alpha=0.3)
                 axes.legend(fontsize=8)
-            name = shown_name(name, results)
-            left.set_title(f"{name}: by layer", fontsize=10)
-            right.set_title(f"{name}: by position, mean of the segments", fontsize=10)
+                axes.set_title(f"{shown_name(name, results)}: by layer", fontsize=10)
+            right.set_title(f"{shown_name(name, results)}: by position, mean of the segments", fontsize=10)
 
 
 def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequence[int]) -> None:
@@ -254,6 +285,18 @@ def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequen
     evenly = {100 * np.mean(one["uniform"]) for one in masses}
     if len(evenly) == 1:  # a stock model's values differ by segment
         axes.axhline(evenly.pop(), color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
+    _label_layers(axes, layers)
+
+
+def _draw_first_key(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequence[int]) -> None:
+    for number, segment in enumerate(segments):
+        chosen = [one for one in masses if one["segment"] == segment]
+        layers, first = [one["layer"] for one in chosen], [100 * one["on_first"] for one in chosen]
+        axes.plot(layers, first, marker="o", markersize=4, color=f"C{number}", label=f"segment {segment}")
+    _label_layers(axes, layers)
+
+
+def _label_layers(axes: Any, layers: Sequence[int]) -> None:
     axes.set_xlabel("layer")
     axes.set_xticks(layers if len(layers) <= 16 else layers[:: len(layers) // 8])
 

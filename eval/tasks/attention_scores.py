@@ -81,30 +81,40 @@ def visible(num_queries: int, num_keys: int) -> torch.Tensor:
     return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
 
 
-def mass(score_HTK: torch.Tensor) -> dict[str, Any]:
-    """Returns the shares of attention on the segment before and on earlier ones: see `AttentionMaps.measure`."""
+def mass(score_HTK: torch.Tensor, has_sink: bool = False) -> dict[str, Any]:
+    """Returns the shares of attention on the first key, on the segment before and on earlier ones: see
+    `AttentionMaps.measure`. A sink is the first key, in place of a token of the segment before."""
     length, num_keys = score_HTK.shape[1:]
     visible_TK, first = visible(length, num_keys).to(score_HTK.device), num_keys - 2 * length
     weight_HTK = score_HTK.masked_fill(~visible_TK, float("-inf")).softmax(-1)
-    previous_HT = weight_HTK[:, :, first : first + length].sum(-1)
+    previous_HT = weight_HTK[:, :, first + has_sink : first + length].sum(-1)
     return {
+        "on_first": weight_HTK[:, :, 0].mean().item(),
         "on_previous": previous_HT.mean().item(),
         "on_earlier": weight_HTK[:, :, :first].sum(-1).mean().item(),
         "by_head": previous_HT.mean(1).tolist(),
         "by_position": previous_HT.mean(0).tolist(),
-        "uniform": (length / visible_TK.sum(1)).tolist(),
+        "uniform": ((length - has_sink) / visible_TK.sum(1)).tolist(),
     }
 
 
-def scaled_map(score_Tk: torch.Tensor) -> dict[str, Any]:
-    """Scales scores [T, 2T] to 0 ... 1 over visible keys and averages them in blocks; hidden ones are None."""
+def scaled_map(score_Tk: torch.Tensor, has_sink: bool = False) -> dict[str, Any]:
+    """Scales scores [T, 2T] to 0 ... 1 over visible keys and averages them in blocks; hidden ones are None.
+
+    With a sink, `sink` [T] is its column, and there is None in its place, where a token of the segment before is
+    hidden."""
     length, nan = len(score_Tk), float("nan")
     visible_Tk = visible(length, 2 * length).to(score_Tk.device)
     low, high = score_Tk[visible_Tk].aminmax()
     spread = (high - low).clamp(min=torch.finfo(score_Tk.dtype).tiny)
-    scaled_T2T = ((score_Tk - low) / spread).masked_fill(~visible_Tk, nan).unflatten(1, (2, length))
+    scaled_Tk = ((score_Tk - low) / spread).masked_fill(~visible_Tk, nan)
     block = -(-length // CELLS)
     rest = -length % block  # pads each half separately, so no block crosses the border
-    padded = F.pad(scaled_T2T, (0, rest, 0, 0, 0, rest), value=nan)
+    found: dict[str, Any] = {"block": block}
+    if has_sink:
+        padded_T = F.pad(scaled_Tk[:, 0], (0, rest), value=nan)
+        found["sink"] = [round(value, 4) for value in padded_T.unflatten(0, (-1, block)).nanmean(1).tolist()]
+        scaled_Tk[:, 0] = nan
+    padded = F.pad(scaled_Tk.unflatten(1, (2, length)), (0, rest, 0, 0, 0, rest), value=nan)
     cells = padded.unflatten(2, (-1, block)).unflatten(0, (-1, block)).nanmean((1, 4)).flatten(1).tolist()
-    return {"block": block, "scores": [[None if value != value else round(value, 4) for value in row] for row in cells]}
+    return found | {"scores": [[None if value != value else round(value, 4) for value in row] for row in cells]}

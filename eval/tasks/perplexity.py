@@ -279,9 +279,11 @@ def _label_of(curve: dict[str, Any], results: Results, before: int | None = None
     """Returns a curve's label, with the positions that the model's texts exceed; `before` is for one point."""
     label = LABELS[curve["curve"]]
     positions = results.get("positions_exceeded", {}).get(f"{curve['model']}, {label}")
-    share = next(model.get("memory_share") for model in results["models"] if model["name"] == curve["model"])
-    if share is not None and curve["curve"] == "folded":
-        label = f"folded: memory_share={share}"
+    model = next(model for model in results["models"] if model["name"] == curve["model"])
+    if "memory_share" in model and curve["curve"] == "folded":
+        label = f"folded: memory_share={model['memory_share']}"
+    if "sink_token_id" in model and curve["curve"] in OWN_CURVES.values():
+        label += f", sink_token_id={model['sink_token_id']}"
     if curve.get("stateful") and curve["curve"] == "full_attention":
         label = STATEFUL
     if positions is None or (before is not None and (before + 1) * curve["segment_length"] <= positions):

@@ -67,6 +67,30 @@ def both(llama):
     return stock, CondenseForCausalLM.from_pretrained(llama, segment_length=64)
 
 
+def in_float64(stock):
+    """The stock model with its norms and rotary tables in float64; transformers computes both in float32."""
+    for module in stock.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            shape, eps = module.weight.shape, module.variance_epsilon
+            module.forward = partial(
+                torch.nn.functional.rms_norm, normalized_shape=shape, weight=module.weight, eps=eps
+            )
+        elif kind.endswith("RotaryEmbedding"):
+            module.forward = partial(_accurate_tables, module, module.forward)
+    return stock
+
+
+def _accurate_tables(rotary, compute, hidden, position_ids):
+    compute(hidden, position_ids)  # may change the frequencies
+    frequencies = rotary.inv_freq.double()
+    if rotary.rope_type == "default":
+        exponents = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
+        frequencies = rotary.config.rope_parameters["rope_theta"] ** -exponents
+    angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+    return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+
+
 def random_adapters(adapted, std=1.0):
     """Gives the second matrices of LoRA, which begin as zeros, random values."""
     for name, parameter in adapted.named_parameters():

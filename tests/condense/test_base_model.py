@@ -12,7 +12,7 @@ from transformers import AutoModel, LlamaForCausalLM
 from condense import CondenseModel
 
 from ..refusals import assert_refused
-from .models import padded_batch, random_ids, tiny_model
+from .models import in_float64, padded_batch, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -22,9 +22,9 @@ def test_hidden_states_are_those_of_a_stock_llama_within_a_segment():
     stock = LlamaForCausalLM(folded.config).to(torch.float64).eval()
     stock.load_state_dict(folded.state_dict())
     ids = random_ids(2, 16)
-    ours, theirs = (model(ids, output_hidden_states=True).hidden_states for model in (folded, stock))
+    ours, theirs = (model(ids, output_hidden_states=True).hidden_states for model in (folded, in_float64(stock)))
     assert len(ours) == len(theirs) == folded.config.num_hidden_layers + 1
-    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
 def test_hidden_states_of_several_segments():
@@ -80,7 +80,7 @@ def test_an_early_exit_returns_the_hidden_states_of_its_layers():
     every = model(ids, output_hidden_states=True).hidden_states
     model.config.num_hidden_layers = 2  # as transformers does for drafts
     found = model(ids, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(found, (*every[:2], model.model.norm(every[2])), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, (*every[:2], model.model.norm(every[2])), atol=1e-10, rtol=0)
 
 
 def test_auto_model_is_the_base_of_the_checkpoint(tmp_path):

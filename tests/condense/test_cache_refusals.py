@@ -128,8 +128,8 @@ def test_invalid_inputs_do_not_make_the_cache_incomplete(arguments, word):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"segment_length": 6}, {"memory_source": "layer_input"}, {"memory_share": 0.2}, {"num_hidden_layers": 2},
-        {"num_key_value_heads": 4}, {"head_dim": 6}, {"position_anchor": "start"},
+        {"segment_length": 6}, {"memory_source": "layer_input"}, {"memory_share": 0.2}, {"sink_token_id": 7},
+        {"num_hidden_layers": 2}, {"num_key_value_heads": 4}, {"head_dim": 6}, {"position_anchor": "start"},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     ],
     ids=lambda fields: next(iter(fields)),

@@ -50,6 +50,11 @@ def test_a_saved_model_says_what_it_is_and_how_to_load_it(llama, tmp_path):
     assert loaded["tokenizer"]("The sky").input_ids
 
 
+def test_a_card_names_share_and_sink(tmp_path):
+    text = saved(tiny_model(sink_token_id=7, memory_share=0.2), tmp_path).text
+    assert "in the segment before, a = 0.2; a sink, token 7 alone, in place of its first row |" in text
+
+
 def test_a_model_without_a_head(tmp_path):
     card = saved(CondenseModel(tiny_config()), tmp_path)
     assert "AutoModel.from_pretrained" in card.text and card.data.pipeline_tag is None

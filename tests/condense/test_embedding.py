@@ -70,7 +70,7 @@ def test_neftune_adds_the_noise_of_a_stock_model(checkpointing, side):
     expected.backward()
     torch.testing.assert_close(loss, expected.detach())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[name], parameter.grad, atol=1e-7, rtol=0)  # the noise is float32
     assert (loss - model(ids, attention_mask=mask, labels=ids).loss).abs() > 1e-6
 
 

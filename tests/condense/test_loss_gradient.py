@@ -61,7 +61,7 @@ def expected(model, batch, num_items=None):
 
 def assert_equal(one: dict, two: dict) -> None:
     """Norms compute in float32."""
-    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
 
 
 class HeadProducts(TorchDispatchMode):
@@ -130,7 +130,7 @@ def test_gradients_of_the_input_embeddings():
     logits = model(inputs_embeds=embeds).logits[:, :-1]
     reference = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     losses = (model(inputs_embeds=embeds, labels=ids).loss, reference)
-    torch.testing.assert_close(*(torch.autograd.grad(one, embeds) for one in losses), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*(torch.autograd.grad(one, embeds) for one in losses), rtol=0, atol=1e-10)
 
 
 def test_the_graph_may_be_kept_and_gradients_add_up():

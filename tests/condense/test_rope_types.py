@@ -7,7 +7,15 @@ from condense import CondenseConfig, CondenseForCausalLM
 from condense.conversion import to_stock
 
 from ..refusals import assert_refused
-from .models import assert_rows_alone, logits_in_parts, padded_batch, random_durations, random_ids, tiny_model
+from .models import (
+    assert_rows_alone,
+    in_float64,
+    logits_in_parts,
+    padded_batch,
+    random_durations,
+    random_ids,
+    tiny_model,
+)
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 
@@ -30,7 +38,7 @@ def model_of(name, **fields):
 def test_a_text_within_a_segment_has_the_stock_logits(name):
     model, ids = model_of(name), random_ids(2, 12)
     model(random_ids(2, 60, seed=1))  # would leave other frequencies behind
-    torch.testing.assert_close(model(ids).logits, to_stock(model)(ids).logits, atol=1e-12, rtol=0)
+    torch.testing.assert_close(model(ids).logits, in_float64(to_stock(model))(ids).logits, atol=1e-12, rtol=0)
 
 
 @by_type
@@ -80,7 +88,7 @@ def test_other_types_have_no_limit(rope):
     """Beyond it, a text within a segment has the stock logits."""
     model = tiny_model(rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=24, segment_length=512)
     ids = random_ids(2, 60)
-    torch.testing.assert_close(model(ids).logits, to_stock(model)(ids).logits, atol=1e-12, rtol=0)
+    torch.testing.assert_close(model(ids).logits, in_float64(to_stock(model))(ids).logits, atol=1e-12, rtol=0)
 
 
 def test_a_model_in_half_precision_keeps_its_frequencies(tmp_path):

@@ -27,6 +27,7 @@ def test_a_model_folded_in_memory_has_a_name_that_cannot_be_loaded(llama):
 
 def test_a_model_changed_in_memory_has_a_name_that_cannot_be_loaded(folded):
     assert_not_loadable(CondenseForCausalLM.from_pretrained(folded, segment_length=8), "changed")
+    assert_not_loadable(CondenseForCausalLM.from_pretrained(folded, sink_token_id=3), "changed")
     config = AutoConfig.from_pretrained(folded, memory_source="layer_input")
     assert_not_loadable(AutoModelForCausalLM.from_pretrained(folded, config=config), "changed")
     assert_not_loadable(convert_to_depth(CondenseForCausalLM.from_pretrained(folded), 0, 1), "changed")

@@ -171,6 +171,7 @@ OTHERS = {
     "other weights: load it with the model that read the text": lambda: changed(tiny_model()),
     "with segment_length=5, and this one has 7": lambda: tiny_model(segment_length=7),
     r"with memory_shares=\[1.0, 1.0, 1.0\], and this one has \[0.5, 0.5, 0.5\]": lambda: tiny_model(memory_share=0.5),
+    "with sink_token_id=None, and this one has 7: load it with the model": lambda: tiny_model(sink_token_id=7),
     "with rms_norm_eps=1e-06, and this one has 0.001": lambda: tiny_model(rms_norm_eps=1e-3),
     "with hidden_act='silu', and this one has 'gelu'": lambda: tiny_model(hidden_act="gelu"),
     "with family='llama', and this one has 'qwen3'": lambda: tiny_model(family="qwen3"),

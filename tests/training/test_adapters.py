@@ -109,13 +109,14 @@ def test_the_merged_model_has_the_memory_of_the_training(recipe, finished, tmp_p
     stock, adapters = tmp_path / "stock", tmp_path / "adapters"
     shutil.copytree(finished, adapters)
     trained = json.loads((adapters / "recipe.json").read_text())
-    trained["model"] |= {"segment_length": 24, "memory_share": 0.2}
+    trained["model"] |= {"segment_length": 24, "memory_share": 0.2, "sink_token_id": 3}
     (adapters / "recipe.json").write_text(json.dumps(trained))
     convert(recipe.parent / "start", stock, "--to", "stock")
     assert "memory is untrained" not in convert(stock, tmp_path / "merged", "--merge", adapters, *options)
     config = CondenseConfig.from_pretrained(tmp_path / "merged")
     assert (config.segment_length, config.memory_share, config.memory_source) == expected
-    assert trained_memory(adapters / "checkpoint-3") == {"segment_length": 24, "memory_share": 0.2}
+    memory = {"segment_length": 24, "memory_share": 0.2, "sink_token_id": 3}
+    assert trained_memory(adapters / "checkpoint-3") == memory and config.sink_token_id == 3
     convert(stock, tmp_path / "merged-stock", "--merge", adapters, "--to", "stock")
 
 

@@ -117,7 +117,7 @@ def kept_by_condense(config: LlamaConfig, recipe: Recipe, a_pass: Pass, zero_sta
     memories = max(kept_memories) if recipe.model.offload_memories else sum(kept_memories)
     return {
         "memories": memories,
-        "activations": kept + max(0, later - loss),
+        "activations": kept + max(0, later - loss) + (_sink(config, recipe, stack) if last else 0),
         "hidden_gradients": hidden_gradients,
         "loss": loss,
     }
@@ -178,6 +178,15 @@ def _block(config: LlamaConfig, recipe: Recipe, stack: Stack) -> int:
     if stack.is_adjoint:  # the states at both ends
         return 2 * FLOAT32 * width
     return stack.kept * (_norm(config, recipe) + 2 * size * stack.width + scaled)
+
+
+def _sink(config: LlamaConfig, recipe: Recipe, stack: Stack) -> int:
+    """Returns the bytes that autograd keeps of a sink, beside checkpoints too: of one token in all layers. Of the last
+    layer only keys and values are used."""
+    if getattr(config, "sink_token_id", None) is None:
+        return 0
+    below = (stack.runs - 1) * _layer(config, recipe, 1, 0) + _block(config, recipe, stack)
+    return below + _norm(config, recipe, "k_proj", "v_proj")
 
 
 def _block_gradients(config: LlamaConfig, recipe: Recipe, stack: Stack, tokens: int) -> int:

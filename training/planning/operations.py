@@ -69,7 +69,7 @@ def _text_flops(config: LlamaConfig, weights: Weights, segments: Sequence[int]) 
 
     A token takes 6 for each trained weight, and 4 for each frozen one, whose gradient is not computed. An untied input
     embedding is looked up and does not count. A pair of a query and a key takes 12 per channel. The memories' keys and
-    values are added. A depth block's field counts once for each evaluation.
+    values are added. A depth block's field counts once for each evaluation. A sink, one token a pass, is not counted.
     """
     stack = stack_of(config)
     heads, key_width = config.num_attention_heads, config.num_key_value_heads * config.head_dim

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from condense import CondenseForCausalLM, FoldedCache
 from condense.autoregressivity import BlockDiffusionForCausalLM, Corruption, likelihood_bound, to_block_diffusion
-from condense.reference import decoder_layer, linear, rms_norm, rotate
+from condense.reference import decoder_layer, linear, rms_norm, rotate, sink_inputs
 
 from ...refusals import assert_refused
 from ..models import random_ids, tiny_model
@@ -38,6 +38,7 @@ def reference_noisy_logits(model, ids_N, masked_N, block_length):
         {name.split(f"layers.{n}.")[1]: tensor for name, tensor in weights.items() if f"layers.{n}." in name}
         for n in layers
     ]
+    sinks = None if config.sink_token_id is None else sink_inputs(weights, by_layer, config)
     logits, memories = [], [None] * config.num_hidden_layers
     for start in range(0, len(ids_N), SEGMENT):
         positions = torch.arange(max(start - SEGMENT, 0), min(start + SEGMENT, len(ids_N))).double()
@@ -47,7 +48,9 @@ def reference_noisy_logits(model, ids_N, masked_N, block_length):
             inputs.append(clean)
             context = clean if memories[n] is None else torch.cat([memories[n], clean])
             clean = decoder_layer(by_layer[n], config, clean, context, positions, ones)
-            memories[n] = clean
+            memories[n] = inputs[n] + config.memory_share * (clean - inputs[n])
+            if sinks:
+                memories[n] = torch.cat([sinks[n], memories[n][1:]])
         for first in range(0, len(inputs[0]), block_length):
             block = slice(start + first, start + min(first + block_length, len(inputs[0])))
             x = torch.where(masked_N[block, None], model.mask_embedding.detach(), embedding[ids_N[block]])
@@ -76,13 +79,14 @@ def bidirectional_layer(w, config, x_TD, context_KD, positions):
 
 @pytest.mark.parametrize("block_length", [1, 2, 3, 6])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_noisy_stream_is_every_block_alone(block_length, attention):
-    model, ids = block_model(block_length, attn_implementation=attention), random_ids(2, 17)
+@pytest.mark.parametrize("memory", [{}, {"memory_share": 0.3, "sink_token_id": 7}], ids=["output", "sink, share"])
+def test_the_noisy_stream_is_every_block_alone(block_length, attention, memory):
+    model, ids = block_model(block_length, attn_implementation=attention, **memory), random_ids(2, 17)
     masked = random_masks(ids, block_length)
     logits = model(ids, masked=masked).logits
     for row in range(2):
         expected = reference_noisy_logits(model, ids[row], masked[row], block_length)
-        torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-5)  # rotary tables are float32
+        torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-10)
     if block_length > 1:
         assert not torch.allclose(logits, model(ids, masked=torch.zeros_like(masked)).logits)
 
@@ -91,21 +95,21 @@ def test_a_block_of_one_is_the_autoregressive_model():
     llama, model = tiny_model(segment_length=SEGMENT), block_model(1)
     ids = random_ids(2, 17)
     nothing = torch.zeros_like(ids, dtype=torch.bool)
-    torch.testing.assert_close(model(ids, masked=nothing).logits, llama(ids).logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model(ids, masked=nothing).logits, llama(ids).logits, rtol=0, atol=1e-10)
     bound = likelihood_bound(model, ids, ids).sum(1)
     log_probs = llama(ids).logits[:, :-1].log_softmax(-1)
-    torch.testing.assert_close(bound, -log_probs.gather(2, ids[:, 1:, None]).sum((1, 2)), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(bound, -log_probs.gather(2, ids[:, 1:, None]).sum((1, 2)), rtol=0, atol=1e-10)
     # ... and so are its gradients.
     (bound.sum() / 32).backward()
     llama(ids, labels=ids).loss.backward()
     for name, parameter in llama.named_parameters():
-        torch.testing.assert_close(
-            model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-6
-        )  # norms are float32
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=0, atol=1e-10)
 
 
-def test_a_block_of_one_writes_what_the_autoregressive_model_writes():
-    llama, model, ids = tiny_model(segment_length=SEGMENT), block_model(1), random_ids(3, 8)
+@pytest.mark.parametrize("sink", [None, 7])
+def test_a_block_of_one_writes_what_the_autoregressive_model_writes(sink):
+    llama, model = tiny_model(segment_length=SEGMENT, sink_token_id=sink), block_model(1, sink_token_id=sink)
+    ids = random_ids(3, 8)
     expected = llama.generate(ids, max_new_tokens=15, do_sample=False)
     assert torch.equal(model.generate(ids, max_new_tokens=15, do_sample=False), expected)
 

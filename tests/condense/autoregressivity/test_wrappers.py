@@ -287,7 +287,8 @@ def test_what_was_saved_loads_through_the_auto_classes(models, saved):
         assert type(loaded) is type(model) and loaded.dtype == torch.float64
         assert type(loaded.bases[-1]) is type(model.bases[-1])
         assert loaded.state_dict().keys() == model.state_dict().keys()
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        # Not bit by bit: products on a CPU depend on where the weights lie.
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-12, rtol=0)
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ def test_equals_the_equations(field, solver, memory):
     with torch.no_grad():
         output = model(ids, control=control, durations=durations)
         # The model's rotary tables are float32.
-        assert_close(output.logits[0], reference_logits(model, ids[0], control[0], durations[0]), 1e-4)
-        assert_close(model(ids, control=control[:, 0]).logits[0], reference_logits(model, ids[0], control[0, 0]), 1e-4)
+        assert_close(output.logits[0], reference_logits(model, ids[0], control[0], durations[0]), 1e-10)
+        assert_close(model(ids, control=control[:, 0]).logits[0], reference_logits(model, ids[0], control[0, 0]), 1e-10)
     stages = {"euler": 1, "midpoint": 2, "rk4": 4}[solver]
     assert output.function_evaluations.tolist() == [[2 * stages] * N]
 

@@ -159,7 +159,7 @@ def test_gradients_over_segments_are_those_of_the_equations(bptt_segments):
         reference_logits(model, ids[0], control[0], detach_after=bptt_segments)[-1].sum(), watched
     )
     for own, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-10)
 
 
 def test_the_block_holds_its_own_scale_and_calls_its_modules():

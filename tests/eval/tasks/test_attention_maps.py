@@ -25,7 +25,7 @@ from condense.eval.tasks.attention_maps import AttentionMaps
 from condense.eval.tasks.attention_scores import CELLS, mass, queries_and_keys, scaled_map, scores, visible
 from condense.eval.tasks.options import AttentionOptions
 from condense.eval.tasks.windows import read_texts
-from tests.condense.models import random_ids, tiny_model, weights
+from tests.condense.models import MEMORIES, random_ids, tiny_model, weights
 
 from ...refusals import assert_refused
 from ..measuring import command
@@ -39,6 +39,8 @@ def reference_scores(model, ids_N):
     groups, width = config.num_attention_heads // config.num_key_value_heads, config.head_dim
 
     def noting(layer, config, x_TD, context_KD, positions_K, durations_K):
+        if len(x_TD) == 1:  # the sink alone
+            return decoder_layer(layer, config, x_TD, context_KD, positions_K, durations_K)
         segment, n = divmod(len(found), config.num_hidden_layers)
         norm = layer["input_layernorm.weight"]
         query, key = (
@@ -57,15 +59,15 @@ def reference_scores(model, ids_N):
     return found
 
 
-@pytest.mark.parametrize("memory_source", ["layer_output", "layer_input"])
-def test_folded_scores_by_the_equations(memory_source):
-    model, ids = tiny_model(segment_length=LENGTH, memory_source=memory_source), random_ids(1, 4 * LENGTH)[0]
+@pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES)
+def test_folded_scores_by_the_equations(memory):
+    model, ids = tiny_model(segment_length=LENGTH, **memory), random_ids(1, 4 * LENGTH)[0]
     found = queries_and_keys(model, ids, LENGTH, range(3), SEGMENTS)
     expected = reference_scores(model, ids)
     assert set(found) == {(layer, segment) for layer in range(3) for segment in SEGMENTS}
     for index in found:
         # Positions are counted within memory and segment here, and in the whole text there.
-        torch.testing.assert_close(scores(*found[index]), expected[index], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores(*found[index]), expected[index], rtol=0, atol=1e-10)
 
 
 def test_folded_scores_give_what_the_layer_puts_out():
@@ -129,6 +131,18 @@ def test_masses_by_hand():
     assert masses["on_previous"] == pytest.approx((4 / 7 + 4 / 8) / 2)
     assert masses["on_earlier"] == pytest.approx((2 / 7 + 2 / 8) / 2)
     assert masses["uniform"] == pytest.approx([2 / 5, 2 / 6])
+    assert masses["on_first"] == pytest.approx((1 / 7 + 1 / 8) / 2)
+
+
+def test_masses_with_a_sink_by_hand():
+    """It is the first of four keys, and no part of the segment before."""
+    score_HTK = torch.zeros(1, 2, 4)
+    score_HTK[:, :, 0], score_HTK[:, :, 1] = math.log(5), math.log(3)
+    masses = mass(score_HTK, has_sink=True)
+    # Weights 5 | 3 | 1 1.
+    assert masses["on_first"] == pytest.approx((5 / 9 + 5 / 10) / 2)
+    assert masses["by_position"] == pytest.approx([3 / 9, 3 / 10]) and masses["on_earlier"] == 0
+    assert masses["uniform"] == pytest.approx([1 / 3, 1 / 4])
 
 
 def test_maps_by_hand():
@@ -136,6 +150,10 @@ def test_maps_by_hand():
     score_Tk = torch.tensor([[1.0, 2.0, 5.0, hidden], [3.0, -3.0, 0.0, 1.0]])
     assert scaled_map(score_Tk) == {"block": 1, "scores": [[0.5, 0.625, 1.0, None], [0.75, 0.0, 0.375, 0.5]]}
     assert scaled_map(torch.full((2, 4), 7.0))["scores"] == [[0, 0, 0, None], [0, 0, 0, 0]]
+    with_sink = scaled_map(score_Tk, has_sink=True)
+    assert with_sink == {
+        "block": 1, "sink": [0.5, 0.75], "scores": [[None, 0.625, 1.0, None], [None, 0.0, 0.375, 0.5]],
+    }  # fmt: skip
 
 
 def test_maps_of_long_segments_are_block_means():
@@ -153,6 +171,8 @@ def test_maps_of_long_segments_are_block_means():
     assert length % 3 == 2 and cells[-1, rows] == pytest.approx(border.mean(), abs=1e-4)
     assert cells[-1, -1] == pytest.approx(np.nanmean(scaled[-2:, -2:]), abs=1e-4)
     assert np.isnan(cells[0, -1])
+    sink = scaled_map(score, has_sink=True)["sink"]
+    assert len(sink) == rows and sink[-1] == pytest.approx(scaled[-2:, 0].mean(), abs=1e-4)
 
 
 def record_of(model, ids, name="tiny", **options):
@@ -161,8 +181,9 @@ def record_of(model, ids, name="tiny", **options):
     return task.measure(evaluated)
 
 
-def test_measured_records():
-    model, ids = tiny_model(segment_length=LENGTH), random_ids(1, 99)[0]
+@pytest.mark.parametrize("sink", [None, 7])
+def test_measured_records(sink):
+    model, ids = tiny_model(segment_length=LENGTH, sink_token_id=sink), random_ids(1, 99)[0]
     found = record_of(model, ids, layers=[0, 2], segments=SEGMENTS, heads=[3])
     positions_K = [(one["layer"], one["segment"]) for one in found["masses"]]
     assert positions_K == list(product(range(3), SEGMENTS))
@@ -171,9 +192,15 @@ def test_measured_records():
     assert maps == list(product((0, 2), SEGMENTS, (None, 3)))
     for one in found["maps"]:
         score_HTK = expected[one["layer"], one["segment"]]
-        wanted = scaled_map(score_HTK.mean(0) if one["head"] is None else score_HTK[3])["scores"]
-        np.testing.assert_allclose(np.array(one["scores"], float), np.array(wanted, float), atol=2e-4)
+        wanted = scaled_map(score_HTK.mean(0) if one["head"] is None else score_HTK[3], sink is not None)
+        np.testing.assert_allclose(np.array(one["scores"], float), np.array(wanted["scores"], float), atol=2e-4)
+        assert one.get("sink") == pytest.approx(wanted.get("sink"), abs=2e-4)
     for one in found["masses"]:
+        score_HTK = expected[one["layer"], one["segment"]].masked_fill(~visible(LENGTH, 2 * LENGTH), -math.inf)
+        first = 0 if sink is None else 1
+        weight_HTK = score_HTK.softmax(-1)
+        assert one["on_first"] == pytest.approx(weight_HTK[:, :, 0].mean().item())
+        assert one["on_previous"] == pytest.approx(weight_HTK[:, :, first:LENGTH].sum(-1).mean().item())
         assert 0 < one["on_previous"] < 1 and one["on_earlier"] == 0
         for part in ("by_head", "by_position"):
             assert one["on_previous"] == pytest.approx(np.mean(one[part]))
@@ -188,6 +215,38 @@ def test_stock_maps_are_of_the_same_pair():
     np.testing.assert_allclose(ours, stock, atol=2e-4, equal_nan=True)
 
 
+def test_the_first_token_of_a_stock_model_by_its_own_attention():
+    stock, ids = to_stock(tiny_model(torch.float32)), random_ids(1, 4 * LENGTH)[0]
+    found = record_of(stock, ids, segments=SEGMENTS, segment_length=LENGTH)["masses"]
+    stock.config._attn_implementation = "eager"
+    with torch.no_grad():
+        attentions = stock(ids[None], output_attentions=True).attentions
+    for one in found:
+        queries = slice(one["segment"] * LENGTH, (one["segment"] + 1) * LENGTH)
+        expected = attentions[one["layer"]][0, :, queries, 0].mean().item()
+        assert one["on_first"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_sink_has_its_column_in_tables_and_pictures(tmp_path):
+    with_sink, plain = (tiny_model(segment_length=LENGTH, sink_token_id=sink) for sink in (7, None))
+    models = [EvaluatedModel(name, "", one, None) for name, one in (("with", with_sink), ("plain", plain))]
+    models.append(EvaluatedModel("stock", "", to_stock(plain), None))
+    texts = {model.name: [random_ids(1, 99)[0]] for model in models}
+    task = AttentionMaps(AttentionOptions(models=[], text="", segments=[2], segment_length=LENGTH), models, texts)
+    results = task.results(task.settings(), [(model, task.measure(model)) for model in models])
+    columns = [table.columns[1] for table in AttentionMaps.tables(results)]
+    assert columns == [
+        f"segment 2: % on {first}" for first in ("the sink", "the memory's first token", "the first token")
+    ]
+    assert [model.get("sink_token_id") for model in results["models"]] == [7, None, None]
+    AttentionMaps.draw(results, tmp_path / "attention")
+    assert (tmp_path / "attention.svg").read_text().count("<!-- sink -->") == 3  # of one model, in each layer
+    for one in results["masses"]:  # as an earlier version has stored them
+        del one["on_first"]
+    assert AttentionMaps.tables(results)[0].columns == ["layer", "segment 2: % on memory"]
+    AttentionMaps.draw(results, tmp_path / "earlier")
+
+
 def test_the_command_on_folded_and_stock(folders, tmp_path):
     arguments = ["--model", folders / "folded", "--model", folders / "llama", "--segment-length", 8, "--layers", "0,2"]
     arguments += ["--prompt-file", folders / "texts.jsonl", "--segments", "2,5", "--heads", "1", "--output", tmp_path]
@@ -199,18 +258,20 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
         assert cells.shape == (8, 16) and np.nanmin(cells) == 0 and np.nanmax(cells) == 1
         assert (np.isnan(cells) == ~visible(8, 16).numpy()).all()
     rows = list(csv.DictReader((tmp_path / "attention.csv").open()))
-    assert list(rows[0]) == ["model", "layer", "segment", "on_previous", "on_earlier"]
+    assert list(rows[0]) == ["model", "layer", "segment", "on_first", "on_previous", "on_earlier"]
     assert [float(row["on_previous"]) for row in rows] == [one["on_previous"] for one in results["masses"]]
     assert {float(row["on_earlier"]) > 0 for row in rows if row["model"] == "llama"} == {True}
     for name in ("attention", "attention_mass"):
         assert all((tmp_path / f"{name}.{kind}").stat().st_size > 5_000 for kind in ("png", "svg"))
     first, second = AttentionMaps.tables(results)
     assert str(first) in shown and str(second) in shown
-    assert first.columns == ["layer", "segment 2: % on memory", "segment 5: % on memory"]
-    assert first.rows[0][1] == f"{100 * results['masses'][0]['on_previous']:.1f}"
+    kinds = ("the memory's first token", "memory")
+    assert first.columns == ["layer", *(f"segment {segment}: % on {kind}" for segment in (2, 5) for kind in kinds)]
+    shares = [results["masses"][0][kind] for kind in ("on_first", "on_previous")]
+    assert first.rows[0][1:3] == [f"{100 * share:.1f}" for share in shares]
     # 8 keys of the memory among 9 to 16, and for segment 5 of the stock model among 41 to 48.
-    assert first.rows[-1][1] == f"{100 * np.mean([8 / (8 + t) for t in range(1, 9)]):.1f}"
-    assert second.rows[-1][3] == f"{100 * np.mean([8 / (40 + t) for t in range(1, 9)]):.1f}"
+    assert first.rows[-1][2] == f"{100 * np.mean([8 / (8 + t) for t in range(1, 9)]):.1f}"
+    assert second.rows[-1][5] == f"{100 * np.mean([8 / (40 + t) for t in range(1, 9)]):.1f}"
 
 
 def test_the_prompt_for_a_summary_is_the_input_of_figure_10(folders, tmp_path, monkeypatch):

@@ -89,8 +89,9 @@ def test_the_curves_part_where_they_must(measured):
     loss = {name: [point["loss"] for point in curve["points"]] for name, curve in curves.items()}
     cut_off = loss["cut_off"][0]
     assert list(curves) == ["cut_off", *CURVES] and len(loss["cut_off"]) == 1
-    assert all(loss[name][0] == pytest.approx(cut_off, rel=1e-12) for name in CURVES)
-    assert loss["layer_input"][1] == pytest.approx(loss["full_attention"][1], rel=1e-12)
+    # A stock Llama has norms and rotary tables in float32.
+    assert all(loss[name][0] == pytest.approx(cut_off, rel=1e-6) for name in CURVES)
+    assert loss["layer_input"][1] == pytest.approx(loss["full_attention"][1], rel=1e-6)
     assert abs(loss["folded"][1] - loss["full_attention"][1]) > 1e-3
     assert len({round(loss[name][2], 4) for name in CURVES}) == 3
 
@@ -192,16 +193,19 @@ def test_the_command_on_folded_and_stock(folders, tmp_path):
     assert f"{of['folded', 'layer_input']['points'][2]['gained']:+.4f}" in shown
 
 
-def test_a_share_of_the_layers_output_is_named(tmp_path):
+@pytest.mark.parametrize("sink", [None, 7])
+def test_a_share_of_the_layers_output_and_a_sink_are_named(tmp_path, sink):
     """The memory of a model with `memory_share` is not the layer's output alone."""
-    model = tiny_model(segment_length=LENGTH, memory_share=0.25)
+    model = tiny_model(segment_length=LENGTH, memory_share=0.25, sink_token_id=sink)
     evaluated = EvaluatedModel("tiny", "", model, None)
     options = PerplexityOptions(models=[], data=[], num_segments=2)
     task = Perplexity(options, [evaluated], {"tiny": [text(16)]})
     results = task.results(task.settings(), measure(task))
     labels = [row[1] for row in Perplexity.tables(results)[0].rows]
+    more = "" if sink is None else ", sink_token_id=7"
     assert labels == [
-        "memory cut off", "folded: memory_share=0.25", "Transformer-XL: the layer's input", "full attention",
+        "memory cut off", f"folded: memory_share=0.25{more}", f"Transformer-XL: the layer's input{more}",
+        "full attention",
     ]  # fmt: skip
 
 

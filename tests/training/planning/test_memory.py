@@ -160,6 +160,24 @@ def test_shares_of_the_output_in_the_memory(share, dtype):
     check_pass(config, trained, 0.02, 0.05, head_gradients(config, trained))
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sink_keeps_one_token_in_all_layers(dtype, checkpointing):
+    """Also beside checkpoints, where it is computed once; a text of one segment has none."""
+    kept, estimated = [], []
+    for sink in (None, 7):
+        config = CondenseConfig(**SMALL, segment_length=32, memory_share=0.2, sink_token_id=sink)
+        trained = recipe(256, 2, dtype, "sdpa", checkpointing, segment_length=32)
+        kept.append(measure(config, trained)[0])
+        estimated.append(estimate(config, trained, PLAIN, 1).activations)
+    assert estimated[1] - estimated[0] == pytest.approx(kept[1] - kept[0], rel=0.1)
+    assert kept[1] > kept[0]
+    one_segment = recipe(32, 2, segment_length=32)
+    with_sink = estimate(config, one_segment, PLAIN, 1)
+    config.sink_token_id = None
+    assert estimate(config, one_segment, PLAIN, 1) == with_sink
+
+
 @pytest.mark.parametrize(("layers", "length", "total"), [(4, 64, 256), (4, 512, 600), (4, 512, 1024), (16, 512, 600)])
 def test_short_passes_of_a_large_head(layers, length, total, monkeypatch):
     """The gradients of the head and of the embedding are most of the peak; on the meta device, within 4 %."""

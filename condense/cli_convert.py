@@ -24,7 +24,8 @@ class ModelFormat(StrEnum):
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="Folder or hub id of a Llama, Mistral, Qwen2 or Qwen3, or of a folded model.")
+        str,
+        typer.Argument(help="Folder, hub id or GGUF file of a Llama, Mistral, Qwen2 or Qwen3, or of a folded model."),
     ],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     segment_length: Annotated[
@@ -65,7 +66,7 @@ def convert(
         fields["segment_length"] = 1  # stock models ignore it: it fits every sliding window
     quiet()
     blocks = BlockOptions(**block)
-    from transformers import PreTrainedConfig
+    from transformers import AutoConfig
 
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.adapters import check_adapters, merge_adapters, trained_memory
@@ -84,7 +85,7 @@ def convert(
                 trained.pop("memory_share", None)
             fields = trained | fields
     config = load_config(CondenseConfig, source, **fields)
-    from_stock = PreTrainedConfig.get_config_dict(source)[0]["model_type"] != config.model_type
+    from_stock = load_config(AutoConfig, source).model_type != config.model_type
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")
     blocks.check(config, stock)

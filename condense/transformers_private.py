@@ -5,10 +5,12 @@ transformers: after a release it says first what is gone. Classes and functions 
 imported here only.
 """
 
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
 __all__ = [
+    "GGUF_PRE_TOKENIZER_SPLITS",  # how tokenizers of GGUF files split texts, by llama.cpp's names
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",  # pipelines and label smoothing look for a model's class here
     "MODEL_MAPPING_NAMES",  # as above, for models without a head
     "PRIVATE_NAMES",

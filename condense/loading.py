@@ -103,9 +103,11 @@ def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
+        remedy = "put the files of the model's tokenizer beside its weights"
+        if Path(source).is_file():
+            remedy = "take the model's Hugging Face checkpoint instead"
         raise ValueError(
-            f"the tokenizer of {str(source)!r} can't be loaded ({first_line(error)}): put the files of the model's "
-            "tokenizer beside its weights."
+            f"the tokenizer of {str(source)!r} can't be loaded ({first_line(error)}): {remedy}."
         ) from error
     try:
         check_tokenizer(config, tokenizer)

@@ -89,9 +89,9 @@ def config_fields(path: Path) -> dict[str, Any]:
     if missing := [name for name in FIELDS.values() if not own.get(name)]:
         raise ValueError(f"{path} is damaged: it has no {family}.{missing[0]}. Convert the model to GGUF again.")
     found = {name: own[key] for name, key in FIELDS.items()}
-    rotated = own.get("rope.dimension_count") or found["hidden_size"] // found["num_attention_heads"]
-    head_dim = own.get("attention.key_length", rotated)
-    if rotated != head_dim:
+    rotated = own.get("rope.dimension_count")
+    head_dim = own.get("attention.key_length") or rotated or found["hidden_size"] // found["num_attention_heads"]
+    if rotated not in (None, head_dim):
         raise ValueError(f"{path} rotates only {rotated} of a head's {head_dim} dimensions, which condense does not.")
     found |= {"model_type": family, "head_dim": head_dim, "tie_word_embeddings": "output.weight" not in header.tensors}
     found |= {
@@ -154,7 +154,9 @@ def _llama_3(path: Path, header: Header, theta: float, head_dim: int) -> dict[st
     stored = header.tensors[ROPE_FACTORS]
     factors_H = np.fromfile(path, dtype="<f4", count=stored.shape[0], offset=stored.start)
     scaling = {"rope_type": "llama3", "factor": float(factors_H.max()), **LLAMA_3}
-    config = LlamaConfig(head_dim=head_dim, rope_parameters={"rope_theta": theta, **scaling})
+    config = LlamaConfig(
+        head_dim=head_dim, max_position_embeddings=2**20, rope_parameters={"rope_theta": theta, **scaling}
+    )
     frequencies_H = ROPE_INIT_FUNCTIONS["llama3"](config)[0].numpy()
     plain_H = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if factors_H.shape != plain_H.shape or not np.allclose(plain_H / factors_H, frequencies_H, rtol=1e-4, atol=0):
@@ -181,6 +183,6 @@ def _check_tensors(path: Path, config: PreTrainedConfig) -> None:
         if names_of:
             more = f" and {len(names_of) - 1} more" if len(names_of) > 1 else ""
             raise ValueError(
-                f"{path}, a {config.model_type}, {problem} {min(names_of)}{more}: fold the model's Hugging Face checkpoint "
-                "instead."
+                f"{path}, a {config.model_type}, {problem} {min(names_of)}{more}: fold the model's Hugging Face "
+                "checkpoint instead."
             )

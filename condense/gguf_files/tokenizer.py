@@ -22,7 +22,7 @@ BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 AS_GPT_2 = ("gpt-2", "mpt", "olmo", "phi-2", "trillion", "granite-docling")
-# llama.cpp takes words of these vocabularies whole, and puts `bos_token` before texts where a file doesn't say.
+# llama.cpp takes these rules' words whole, and puts `bos_token` before texts where a file doesn't say.
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 
 

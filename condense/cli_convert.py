@@ -71,9 +71,10 @@ def convert(
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.adapters import check_adapters, merge_adapters, trained_memory
     from condense.checks import check_dtype
+    from condense.conversion import write_former_names
     from condense.families import family_of
     from condense.files import atomic_folder, check_new_folder, use_default_mode
-    from condense.loading import load_config, load_model, load_tokenizer
+    from condense.loading import load_config, load_model, load_tokenizer, tokenizer_class
 
     check_dtype(dtype)
     check_new_folder(target)
@@ -97,6 +98,8 @@ def convert(
     with atomic_folder(target) as folder:
         written.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if stock:
+            write_former_names(folder, tokenizer_class(source))
         use_default_mode(folder)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import find_adapter_config_file
 
 from . import gguf_files
@@ -114,6 +115,11 @@ def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
     except ValueError as error:
         raise ValueError(f"model {str(source)!r}: {error}") from None
     return tokenizer
+
+
+def tokenizer_class(source: str | Path) -> str | None:
+    """Returns the `tokenizer_class` in the files of a model's folder or hub id; None if they don't name it."""
+    return None if Path(source).is_file() else get_tokenizer_config(source).get("tokenizer_class")
 
 
 def check_source(source: str | Path, with_weights: bool = True) -> None:

@@ -27,7 +27,7 @@ WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtr
 
 
 def load_tokenizer(path: Path) -> Any:
-    """Returns the tokenizer of a file. Raises `ValueError` for a kind that is neither byte-level nor SentencePiece's."""
+    """Returns the tokenizer of a file. Raises `ValueError` for one that is not byte-level or SentencePiece's."""
     metadata = read_header(path).metadata
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items() if "tokenizer.ggml." in key}
     kind, rule = own.get("model"), own.get("pre")

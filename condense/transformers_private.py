@@ -45,6 +45,7 @@ PRIVATE_NAMES = {
         "_assisted_decoding": "drafts: which tokens the cache has read already",
         "_get_candidate_generator": "drafts without arguments that the assistant does not take",
         "_get_logits_processor": "generation by blocks applies generate's options",
+        "_get_stopping_criteria": "a folded model has no longest text to be reminded of",
         "_prepare_cache_for_generation": "a FoldedCache in place of a growing cache",
         "_prepare_generation_config": "settings that a checkpoint stores for another cache",
         "_prepare_special_tokens": "generation by blocks ends where generate ends",

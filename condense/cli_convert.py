@@ -71,10 +71,9 @@ def convert(
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.adapters import check_adapters, merge_adapters, trained_memory
     from condense.checks import check_dtype
-    from condense.conversion import write_former_names
     from condense.families import family_of
-    from condense.files import atomic_folder, check_new_folder, use_default_mode
-    from condense.loading import load_config, load_model, load_tokenizer, tokenizer_class
+    from condense.files import check_new_folder
+    from condense.loading import load_config, load_model, load_tokenizer
 
     check_dtype(dtype)
     check_new_folder(target)
@@ -95,16 +94,25 @@ def convert(
     if merge is not None:
         model = merge_adapters(model, merge)
     written = blocks.convert(model, stock)
-    with atomic_folder(target) as folder:
-        written.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        if stock:
-            write_former_names(folder, tokenizer_class(source))
-        use_default_mode(folder)
+    _write(target, written, tokenizer, former_names_of=source if stock else None)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}")
     if not stock and from_stock and merge is None and any(config.memory_shares):
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
+
+
+def _write(target: Path, model: Any, tokenizer: Any, former_names_of: str | None) -> None:
+    """Saves a model and its tokenizer, a stock model made of `former_names_of` with transformers 4's names, too."""
+    from condense.conversion import write_former_names
+    from condense.files import atomic_folder, use_default_mode
+    from condense.loading import tokenizer_class
+
+    with atomic_folder(target) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if former_names_of is not None:
+            write_former_names(folder, tokenizer_class(former_names_of))
+        use_default_mode(folder)
 
 
 _own = [parameter for name, parameter in inspect.signature(convert).parameters.items() if name != "block"]

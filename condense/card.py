@@ -1,5 +1,7 @@
 """The card of a saved model, its README.md: what it is, and how to load it."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from .remote_code import MODULE
 
 CARD = "README.md"
 OURS = "<!-- condense writes this file when the model is saved: delete this line to keep your own text. -->"
+UNKNOWN = "not known"
 MEMORIES = {
     (1.0,): "each layer's output for the segment before",
     (0.0,): "each layer's input in the segment before, as in Transformer-XL",
@@ -30,15 +33,16 @@ def write_card(model: Any, folder: Path) -> None:
 
 def _card(model: Any) -> str:
     config, title = model.config, family_of(model.config).title
-    base = base_model(config.name_or_path)
+    base, on_hub = base_model(config.name_or_path)
     data = ModelCardData(
-        base_model=base,
+        base_model=base if on_hub else None,
         library_name=DISTRIBUTION,
         pipeline_tag="text-generation" if model.can_generate() else None,
         tags=["condense", config.model_type, "long-context"],
     )
     auto = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
-    rows = [f"| base model | {f'[{base}](https://huggingface.co/{base})' if base else 'not known'} |"]
+    link = f"[{base}](https://huggingface.co/{base})" if on_hub else base or UNKNOWN
+    rows = [f"| base model | {link} |"]
     rows += [f"| segment length | {config.segment_length} tokens |", f"| memory | {_memory(config)} |"]
     rows += [f"| depth block | in place of {config.depth['num_replaced']} layers |"] if config.depth else []
     table = "\n".join(rows)
@@ -86,16 +90,46 @@ def _memory(config: Any) -> str:
     return states if sink is None else f"{states}; a sink, token {sink} alone, in place of its first row"
 
 
-def base_model(source: str | None) -> str | None:
-    """Returns the hub id of the base model of a folder or hub id; None if it is not known."""
-    name = (source or "").partition(" (")[0]
+def base_model(source: str | None) -> tuple[str | None, bool]:
+    """Returns the name of the model that was folded into the model of a source, and whether it is a hub id.
+
+    A local model has the name of its folder or GGUF file, without the path; None if it has no name.
+    """
+    name = re.sub(r" \(\w+ in memory: .*", "", source or "")  # `name_as_in_memory` adds it
     if not name:
+        return None, False
+    path = Path(name)
+    if not path.exists():
+        return (name, True) if _is_hub_id(name) else (path.name, False)
+    if (found := _base_on_card(path / CARD)) is not None:
+        return found
+    if _is_hub_id(stored := _stored_name(path / "config.json")) and not Path(stored).exists():
+        return stored, True
+    return path.resolve().name, False
+
+
+def _base_on_card(card: Path) -> tuple[str | None, bool] | None:
+    """Returns what a card of ours says of the base model; None for other cards."""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    row = re.search(r"^\| base model \| (.*) \|$", text, re.MULTILINE)
+    if OURS not in text or row is None:
         return None
-    if (card := Path(name) / CARD).is_file():
-        text = card.read_text(encoding="utf-8", errors="replace")
-        return ModelCard(text).data.get("base_model") if OURS in text else None
+    hub_id = ModelCard(text).data.get("base_model")
+    return (hub_id, True) if hub_id else (None if row[1] == UNKNOWN else row[1], False)
+
+
+def _stored_name(config: Path) -> str:
+    """Returns the `_name_or_path` that releases of transformers before 5 stored in a config.json."""
+    try:
+        name = json.loads(config.read_text(encoding="utf-8")).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return name if isinstance(name, str) else ""
+
+
+def _is_hub_id(name: str) -> bool:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        return None
-    return name if "/" in name and not Path(name).exists() else None
+        return False
+    return "/" in name

@@ -25,7 +25,8 @@ class ModelFormat(StrEnum):
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="Folder or hub id of a Llama, Mistral, Qwen2 or Qwen3, or of a folded model.")
+        str,
+        typer.Argument(help="Folder, hub id or GGUF file of a Llama, Mistral, Qwen2 or Qwen3, or of a folded model."),
     ],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     text: Text = None,
@@ -69,7 +70,7 @@ def convert(
     quiet()
     blocks = BlockOptions(**block)
     check_measurable(measure, text, to=stock, merge=merge, depth=blocks.depth)
-    from transformers import PreTrainedConfig
+    from transformers import AutoConfig
 
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.adapters import check_adapters, merge_adapters, trained_memory
@@ -88,7 +89,7 @@ def convert(
                 trained.pop("memory_share", None)
             fields = trained | fields
     config = load_config(CondenseConfig, source, **fields)
-    from_stock = PreTrainedConfig.get_config_dict(source)[0]["model_type"] != config.model_type
+    from_stock = load_config(AutoConfig, source).model_type != config.model_type
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")
     blocks.check(config, stock)
@@ -98,19 +99,24 @@ def convert(
     if merge is not None:
         model = merge_adapters(model, merge)
     written = blocks.convert(model, stock)
-    _write(written, tokenizer, target)
+    _write(target, written, tokenizer, former_names_of=source if stock else None)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}{cost}")
     if not stock and from_stock and merge is None and any(config.memory_shares):
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
 
 
-def _write(model: Any, tokenizer: Any, target: Path) -> None:
+def _write(target: Path, model: Any, tokenizer: Any, former_names_of: str | None) -> None:
+    """Saves a model and its tokenizer, a stock model made of `former_names_of` with transformers 4's names, too."""
+    from condense.conversion import write_former_names
     from condense.files import atomic_folder, use_default_mode
+    from condense.loading import tokenizer_class
 
     with atomic_folder(target) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        if former_names_of is not None:
+            write_former_names(folder, tokenizer_class(former_names_of))
         use_default_mode(folder)
 
 

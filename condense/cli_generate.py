@@ -47,7 +47,9 @@ class States(NamedTuple):
 
 
 def generate(
-    model: Annotated[str, typer.Option(help="Folder or hub id: a folded model, or a stock one, which is folded.")],
+    model: Annotated[
+        str, typer.Option(help="Folder, hub id or GGUF file: a folded model, or a stock one, which is folded.")
+    ],
     prompt: Annotated[str, typer.Option(help="The prompt; it comes after the prompt file if both are given.")] = "",
     prompt_file: Annotated[Path | None, typer.Option(help="A text of any length to read first.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the answer at most.")] = 256,

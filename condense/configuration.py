@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .cache_argument import CACHE_NAMES
 from .choices import check_choice
 from .families import FAMILIES, check_family, check_window, folded_fields
+from .gguf_files import HUB_OPTIONS, config_fields, find_file
 from .laboratories import STOCK_MODELS
 from .peft_support import add_default_targets
 from .remote_code import RemoteCodeConfig
@@ -122,7 +123,11 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads the config of a folded or a stock checkpoint; raises `ValueError` for a family that is not folded."""
-        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if (file := kwargs.pop("gguf_file", None)) is not None:
+            hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+            config_dict = config_fields(find_file(pretrained_model_name_or_path, file, **hub_options))
+        else:
+            config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         model_type = config_dict.get("model_type")
         if model_type is None:
             raise ValueError(

@@ -1,6 +1,8 @@
 """Conversion of a folded model to a stock one of its family: only the configuration changes."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +11,11 @@ from transformers import LlamaConfig, PreTrainedModel
 from .checks import check_not_quantized
 from .configuration import OWN_ATTENTION, CondenseConfig
 from .families import family_of
+from .loading import read_object
 from .modeling import CondenseForCausalLM
 from .source_name import name_as_in_memory
+
+TOKENIZER_CLASS, FORMER_TOKENIZER_CLASS = "TokenizersBackend", "PreTrainedTokenizerFast"  # one class, two names
 
 
 def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
@@ -31,6 +36,28 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
     if layer_types := window.get("layer_types"):  # the caller may have requested fewer layers
         window["layer_types"] = layer_types[: model.config.num_hidden_layers]
     return with_weights_of(model, family.config_class, family.model_class, **window)
+
+
+def write_former_names(folder: Path, source_class: str | None) -> None:
+    """Adds to the files of a stock model and its tokenizer what transformers 4, and programs beside it, read there.
+
+    transformers 5 has these fields under other names, which stay. `source_class` is the `tokenizer_class` of the
+    checkpoint that was folded.
+    """
+    config = read_object(folder / "config.json")
+    rope = dict(config.get("rope_parameters") or {})
+    former = {"torch_dtype": config.get("dtype"), "rope_theta": rope.pop("rope_theta", None)}
+    former["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    _write(folder / "config.json", config | {name: value for name, value in former.items() if value is not None})
+    path = folder / "tokenizer_config.json"
+    tokenizer = read_object(path)
+    if tokenizer.get("tokenizer_class") == TOKENIZER_CLASS:
+        named = FORMER_TOKENIZER_CLASS if source_class in (None, TOKENIZER_CLASS) else source_class
+        _write(path, tokenizer | {"tokenizer_class": named})
+
+
+def _write(path: Path, fields: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def with_weights_of(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationMixin, MaxLengthCriteria
 
 from .cache import FoldedCache
 from .cache_argument import CACHE, renamed, takes_past_key_values
@@ -96,6 +96,14 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         if new_token_duration is not None:  # with durations of the prompt: `_prepare_cache_for_generation`
             inputs["durations"] = durations_of_columns(kwargs["durations"], new_token_duration, seen, given.shape[1])
         return inputs
+
+    def _get_stopping_criteria(self, *arguments, **options):
+        """Extends transformers' method: no length of a text is more than the model was made for."""
+        criteria = super()._get_stopping_criteria(*arguments, **options)
+        for one in criteria:
+            if isinstance(one, MaxLengthCriteria):
+                one.max_position_embeddings = None  # positions are counted within two segments
+        return criteria
 
     def _get_candidate_generator(self, *, model_kwargs, assistant_model=None, assistant_tokenizer=None, **options):
         """Extends transformers' method: an assistant with another model or other tokens drafts without durations, and

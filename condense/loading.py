@@ -1,4 +1,4 @@
-"""Checks and loads the checkpoints that a user names.
+"""Checks and loads the checkpoints that a user names: folders, hub ids, and GGUF files.
 
 transformers loads incomplete checkpoints too: it initialises missing weights at random, ignores unexpected weights, and
 treats a folder without `config.json` as a default Llama. Here each of these is an error in one sentence.
@@ -17,9 +17,12 @@ import torch
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import find_adapter_config_file
 
+from . import gguf_files
 from .checks import check_tokenizer
 from .configuration import CondenseConfig, check_llama_fields
 from .families import FAMILIES
@@ -52,13 +55,17 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
     damaged files, an invalid configuration, and weights that are missing, unexpected, of another shape or not finite.
     """
     check_source(source)
+    folder, given = gguf_files.split_source(source)
+    if given and not is_folded(getattr(model_class, "config_class", None)):
+        given, options = _stock_options(model_class, Path(source), given, options)
     try:
         with without_load_report():
             model, report = model_class.from_pretrained(
-                source,
+                folder,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 trust_remote_code=False,  # the default asks the user in the middle of a command
+                **given,
                 **options,
             )
     except (MemoryError, torch.OutOfMemoryError):
@@ -66,6 +73,8 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
     except Exception as error:  # libraries may raise any exception for damaged files
         raise _refusal(source, error) from error
     check_loading_report(source, report)
+    if "config" in given:
+        model.generation_config = gguf_files.generation_settings(Path(source))
     remedy = "Use an earlier checkpoint, or another dtype if the weights were rounded to float16."
     check_finite(model, f"model {str(source)!r}", remedy)
     return model
@@ -74,24 +83,32 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
 def load_config(config_class: Any, source: str | Path, **options: Any) -> Any:
     """Calls `config_class.from_pretrained(source, **options)`; raises `ValueError` as `load_model` does."""
     check_source(source, with_weights=False)
+    folder, given = gguf_files.split_source(source)
     try:
-        return config_class.from_pretrained(source, trust_remote_code=False, **options)
+        if given and not is_folded(config_class):
+            return _stock_config(config_class, Path(source), **options)
+        return config_class.from_pretrained(folder, trust_remote_code=False, **given, **options)
     except Exception as error:
         raise _refusal(source, error) from error
 
 
 def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
-    """Returns the tokenizer of a model's folder or hub id.
+    """Returns the tokenizer of a model's folder, hub id or GGUF file.
 
     Raises `ValueError` if it is missing or damaged, or has ids outside the model's vocabulary.
     """
     check_source(source, with_weights=False)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if Path(source).is_file():
+            tokenizer = gguf_files.load_tokenizer(Path(source))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
+        remedy = "put the files of the model's tokenizer beside its weights"
+        if Path(source).is_file():
+            remedy = "take the model's Hugging Face checkpoint instead"
         raise ValueError(
-            f"the tokenizer of {str(source)!r} can't be loaded ({first_line(error)}): put the files of the model's "
-            "tokenizer beside its weights."
+            f"the tokenizer of {str(source)!r} can't be loaded ({first_line(error)}): {remedy}."
         ) from error
     try:
         check_tokenizer(config, tokenizer)
@@ -100,24 +117,63 @@ def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
     return tokenizer
 
 
+def tokenizer_class(source: str | Path) -> str | None:
+    """Returns the `tokenizer_class` in the files of a model's folder or hub id; None if they don't name it."""
+    return None if Path(source).is_file() else get_tokenizer_config(source).get("tokenizer_class")
+
+
 def check_source(source: str | Path, with_weights: bool = True) -> None:
-    """Raises `ValueError` if a model's folder or hub id does not exist, or the folder's files are damaged."""
+    """Raises `ValueError` if a model's folder, GGUF file or hub id does not exist, or if its files are damaged."""
     path = Path(source)
     if path.is_dir():
         _check_folder(path)
         if with_weights:
             _check_weights(path)
     elif path.exists():
-        raise ValueError(f"{str(source)!r} is a file: pass the folder that holds the model.")
-    elif _is_path(str(source)):
-        raise ValueError(f"there is no folder {str(source)!r}: pass the folder of a model, or a hub id OWNER/NAME.")
+        gguf_files.check_gguf(path)
+    elif _is_path(str(source)) or path.suffix == ".gguf":
+        noun = "file" if path.suffix == ".gguf" else "folder"
+        raise ValueError(f"there is no {noun} {str(source)!r}: pass the folder of a model, or a hub id OWNER/NAME.")
     else:
         _check_hub(str(source))
-    if find_adapter_config_file(str(source)) is not None:  # transformers would load them with the model
+    if (
+        find_adapter_config_file(gguf_files.split_source(source)[0]) is not None
+    ):  # transformers would load them with the model
         raise ValueError(
             f"{str(source)!r} holds adapters ({ADAPTER_CONFIG}) beside a model: move them to a folder of their own, "
             "and merge them with condense convert MODEL TARGET --merge FOLDER."
         )
+
+
+def is_folded(config_class: Any) -> bool:
+    """Returns whether a class of configurations, if it is one, is of folded models."""
+    return isinstance(config_class, type) and issubclass(config_class, CondenseConfig)
+
+
+def _stock_options(
+    model_class: Any, path: Path, given: dict[str, Any], options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments with which transformers reads a GGUF file into a stock model, and the rest of `options`."""
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            f"{path}: ZeRO-3 divides weights as they are read, and those of a GGUF file have to be dequantized first. "
+            "Write a folder with condense convert, and start from it."
+        )
+    dtype = options.pop("dtype", None) or "auto"
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    config, options = _stock_config(config_class, path, return_unused_kwargs=True, **options)
+    dtype = gguf_files.stored_dtype(path) if dtype == "auto" else dtype
+    return given | {"config": config, "dtype": dtype, "quantization_config": GgufConfig(dequantize=True)}, options
+
+
+def _stock_config(config_class: Any, path: Path, **options: Any) -> Any:
+    found = gguf_files.stock_config(path, **options)
+    config = found[0] if isinstance(found, tuple) else found
+    if config_class not in (AutoConfig, type(config)):
+        raise ValueError(
+            f"{path} holds a model of type {config.model_type!r}, not {config_class.model_type!r}: pass another."
+        )
+    return found
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -11,9 +12,11 @@ from .card import write_card
 from .checks import check_shares
 from .configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from .execution.checkpointing import non_reentrant, offload_checkpoint
+from .families import family_of
 from .files import use_default_mode
-from .loading import check_loading_report, without_load_report
-from .source_name import check_name
+from .gguf_files import HUB_OPTIONS, find_file
+from .loading import check_loading_report, load_model, without_load_report
+from .source_name import check_name, name_as_in_memory
 
 
 class CondensePreTrainedModel(PreTrainedModel):
@@ -33,14 +36,11 @@ class CondensePreTrainedModel(PreTrainedModel):
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
         have the wrong shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns
         the report for the caller to check. Other libraries can't load a model that was just folded: see `source_name`.
-        A GGUF file is refused.
+        Those of a GGUF file are dequantized.
         """
         source = pretrained_model_name_or_path
-        if (file := options.get("gguf_file")) is not None:
-            raise ValueError(
-                f"gguf_file={file!r}: transformers reads GGUF files into its own models only. Load the stock model "
-                "with quantization_config=GgufConfig(dequantize=True), save_pretrained() it, and fold that folder."
-            )
+        if (file := options.pop("gguf_file", None)) is not None:
+            return cls._from_gguf(source, file, *model_args, **options)
         if options.pop("output_loading_info", False):
             model, report = super().from_pretrained(source, *model_args, output_loading_info=True, **options)
             check_name(model, source, options)
@@ -53,6 +53,25 @@ class CondensePreTrainedModel(PreTrainedModel):
         check_loading_report(source, report, ignore_shapes)
         check_name(model, source, options)
         return model
+
+    @classmethod
+    def _from_gguf(cls, source: Any, file: str, *model_args: Any, **options: Any) -> Any:
+        """Folds the model in a GGUF file of a folder or hub id, which transformers reads into the stock model."""
+        hub_options = {name: options.pop(name) for name in HUB_OPTIONS if name in options}
+        path, dtype = find_file(source, file, **hub_options), options.pop("dtype", options.pop("torch_dtype", "auto"))
+        if (config := options.pop("config", None)) is None:
+            config, options = cls.config_class.from_pretrained(
+                path.parent, gguf_file=path.name, return_unused_kwargs=True, **options
+            )
+        stock = load_model(family_of(config).model_class, path, dtype=dtype)
+        found = super().from_pretrained(
+            None, *model_args, config=config, state_dict=stock.state_dict(), dtype=stock.dtype, **options
+        )
+        model = found[0] if options.get("output_loading_info") else found
+        if model.can_generate():
+            model.generation_config = stock.generation_config
+        name_as_in_memory(model, path, "folded")
+        return found
 
     def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
         """Extends transformers' method: adds a card, and lets others read the files as far as the umask allows.

@@ -5,10 +5,12 @@ transformers: after a release it says first what is gone. Classes and functions 
 imported here only.
 """
 
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
 __all__ = [
+    "GGUF_PRE_TOKENIZER_SPLITS",  # how tokenizers of GGUF files split texts, by llama.cpp's names
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",  # pipelines and label smoothing look for a model's class here
     "MODEL_MAPPING_NAMES",  # as above, for models without a head
     "PRIVATE_NAMES",
@@ -43,6 +45,7 @@ PRIVATE_NAMES = {
         "_assisted_decoding": "drafts: which tokens the cache has read already",
         "_get_candidate_generator": "drafts without arguments that the assistant does not take",
         "_get_logits_processor": "generation by blocks applies generate's options",
+        "_get_stopping_criteria": "a folded model has no longest text to be reminded of",
         "_prepare_cache_for_generation": "a FoldedCache in place of a growing cache",
         "_prepare_generation_config": "settings that a checkpoint stores for another cache",
         "_prepare_special_tokens": "generation by blocks ends where generate ends",

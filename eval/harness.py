@@ -65,6 +65,11 @@ class StockLM(HFLM):
     """
 
     def __init__(self, pretrained: Any, device: str | None = None, **options: Any):
+        if isinstance(pretrained, str) and Path(pretrained).is_file():
+            raise ValueError(
+                f"pretrained={pretrained}: the harness reads folders. Write one with condense convert {pretrained} "
+                "FOLDER, with --to stock for --model stock."
+            )
         super().__init__(pretrained, device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
 
     def _create_model(self, pretrained: str, *arguments: Any, **options: Any) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import datasets
@@ -112,7 +113,7 @@ def _leaves(index: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def load_task(benchmark: str, task: str, length: int, source: str, tokenizer: Any, seed: int, folder: Path) -> Any:
-    """Returns a task of the harness with its texts; `source` is the folder or hub id of the tokenizer.
+    """Returns a task of the harness with its texts; `source` is the folder, hub id or GGUF file of the tokenizer.
 
     RULER's samples are read from `folder`. They are generated first if missing for this tokenizer, length and seed.
     Raises `ValueError` if the texts cannot be generated or downloaded.
@@ -154,8 +155,12 @@ def _ruler_samples(task: str, length: int, source: str, tokenizer: Any, seed: in
         if not path.exists():
             random.seed(seed)
             np.random.seed(seed)  # the generators draw from both
-            manager = _manager(pretrained=source, max_seq_lengths=(length,))
-            made = manager.load([task])["tasks"][task].dataset
+            with TemporaryDirectory() as own:
+                if Path(source).is_file():  # GGUF, which the generators can't read a tokenizer from
+                    tokenizer.save_pretrained(own)
+                    source = own
+                manager = _manager(pretrained=source, max_seq_lengths=(length,))
+                made = manager.load([task])["tasks"][task].dataset
             partial = path.with_name(f"{path.name}.partial")
             datasets.DatasetDict(made).save_to_disk(str(partial))
             partial.replace(path)

@@ -129,7 +129,9 @@ def load_evaluated(
 def load_models(
     named: Sequence[str], dtype: str = "auto", attention: str = "auto", device_map: str | None = None
 ) -> list[EvaluatedModel]:
-    """Loads models, `NAME=SOURCE` or SOURCE, a folder or hub id, on the GPU if there is one: one at a time in memory.
+    """Loads models, `NAME=SOURCE` or SOURCE, on the GPU if there is one: one at a time in memory.
+
+    A source is a folder, a hub id or a GGUF file.
 
     `device_map="auto"` divides the weights over all GPUs. Raises `ValueError` if a model is missing, of an unknown kind
     or damaged, if its tokenizer does not fit, or if two models have the same name.

@@ -235,7 +235,8 @@ ATTENTION_HELP = (
 )
 
 Models = Annotated[
-    Sequence[str], Option("Folder or hub id, or NAME=FOLDER; repeat it for several models.", flags=("--model",))
+    Sequence[str],
+    Option("Folder, hub id or GGUF file, or NAME=FOLDER; repeat it for several models.", flags=("--model",)),
 ]
 Dtype = Annotated[str, Option(DTYPE_HELP, may_change=True, check=check_dtype)]
 Attention = Annotated[str, Option(ATTENTION_HELP, check=check_attention)]

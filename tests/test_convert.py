@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from condense import CondenseForCausalLM
 from condense.cli import convert
@@ -163,3 +163,72 @@ def test_controls_that_a_model_does_not_take(llama, hybrid, name, control, words
     source = {"LLAMA": llama, "HYBRID": hybrid[0]}[name]
     with pytest.raises(ValueError, match=words):
         printed("generate", "--model", source, "--prompt", "The", f"--control={control}")
+
+
+@pytest.mark.parametrize("rope_type", ["default", "llama3"])
+def test_a_stock_export_has_the_names_of_transformers_4(rope_type, llama, tmp_path, caplog):
+    """transformers 5 reads the same configuration as without them, and says nothing."""
+    rope = {"rope_type": rope_type, "rope_theta": 500000.0}
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= scaling if rope_type == "llama3" else {}
+    source, exported = tmp_path / "source", tmp_path / "exported"
+    shutil.copytree(llama, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"rope_parameters": rope, "max_position_embeddings": 4096}))
+    printed("convert", source, exported, "--to", "stock", "--dtype", "bfloat16")
+    stored = json.loads((exported / "config.json").read_text())
+    assert stored["rope_theta"] == 500000.0 and stored["rope_parameters"] == rope
+    assert stored.get("rope_scaling") == (scaling | {"rope_type": "llama3"} if rope_type == "llama3" else None)
+    assert stored["torch_dtype"] == stored["dtype"] == "bfloat16"
+    with caplog.at_level("WARNING"):
+        found = AutoConfig.from_pretrained(exported).to_dict()
+        tokenizer = AutoTokenizer.from_pretrained(exported)
+        AutoModelForCausalLM.from_pretrained(exported)
+    assert not caplog.records
+    former = {"rope_theta", "rope_scaling", "torch_dtype"}
+    (exported / "config.json").write_text(json.dumps({name: stored[name] for name in stored.keys() - former}))
+    assert found == AutoConfig.from_pretrained(exported).to_dict()
+    expected = AutoTokenizer.from_pretrained(llama)
+    assert type(tokenizer) is type(expected) and tokenizer("A tale, 12").input_ids == expected("A tale, 12").input_ids
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("TokenizersBackend", "PreTrainedTokenizerFast"),  # one class
+        (None, "PreTrainedTokenizerFast"),
+        ("PreTrainedTokenizerFast", "PreTrainedTokenizerFast"),
+        ("GPT2Tokenizer", "GPT2Tokenizer"),
+    ],
+)
+def test_a_stock_export_names_a_tokenizer_class_that_transformers_4_has(given, written, llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "source")
+    path = tmp_path / "source" / "tokenizer_config.json"
+    fields = json.loads(path.read_text()) | {"tokenizer_class": given}
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    printed("convert", tmp_path / "source", tmp_path / "exported", "--to", "stock")
+    assert json.loads((tmp_path / "exported" / path.name).read_text())["tokenizer_class"] == written
+
+
+def test_a_gguf_file_there_and_back(tmp_path, error_line):
+    pytest.importorskip("gguf")
+    from transformers import LlamaForCausalLM
+
+    from .gguf_files import PROSE, byte_level_tokenizer, stock_model, tokenizer_fields, write_gguf
+
+    model, tokenizer = stock_model(LlamaForCausalLM), byte_level_tokenizer()
+    path = write_gguf(tmp_path / "m.gguf", model, tokenizer_fields(tokenizer))
+    said = printed("convert", path, tmp_path / "folded", "--segment-length", 16)
+    assert "segments of 16 tokens" in said and "Its memory is untrained" in said
+    assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.segment_length == 16
+    answer = ["--prompt", PROSE, "--max-new-tokens", 5, "--temperature", 0]
+    expected = printed("generate", "--model", tmp_path / "folded", *answer)
+    assert (
+        printed("generate", "--model", path, "--segment-length", 16, *answer).split("\n")[0] == expected.split("\n")[0]
+    )
+    printed("convert", path, tmp_path / "stock", "--to", "stock")
+    stock, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "stock"), torch.tensor([tokenizer.encode(PROSE).ids])
+    torch.testing.assert_close(stock(ids).logits, model(ids).logits, atol=0, rtol=0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "stock")(PROSE).input_ids == ids[0].tolist()
+    path.write_bytes(path.read_bytes()[:-300])
+    assert "is incomplete" in error_line("convert", path, tmp_path / "other")

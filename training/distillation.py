@@ -36,7 +36,9 @@ class Distillation(ObjectiveKind):
     weight: float = Field(1.0, ge=0, le=1, description="of the divergence; the text's own tokens get the rest")
     temperature: float = Field(1.0, gt=0, description="divides the logits of both models for the divergence")
     hidden_weight: float = Field(0.0, ge=0, description="of the distance of hidden states, layer by layer; 0: none")
-    teacher: str | None = Field(None, description="folder or hub id of a stock model; None: the model's own weights")
+    teacher: str | None = Field(
+        None, description="folder, hub id or GGUF file of a stock model; None: the model's own weights"
+    )
 
     predicts_next_tokens: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True

@@ -30,7 +30,7 @@ class ProfileOptions(Options):
     configs: Annotated[
         Sequence[str],
         Option(
-            "Folder or hub id, or NAME=FOLDER, of any causal language model, to profile its shape with random "
+            "Folder, hub id, GGUF file, or NAME=FOLDER, of any causal language model, to profile its shape with random "
             "weights; repeat it for several.",
             flags=("--config",),
         ),

@@ -19,7 +19,7 @@ class DepthOptions(TrainingOptions):
     model: Annotated[
         str | None,
         Option(
-            "Llama for the experiment swap, folder or hub id; default HuggingFaceTB/SmolLM2-135M.",
+            "Llama for the experiment swap, folder, hub id or GGUF file; default HuggingFaceTB/SmolLM2-135M.",
             may_change=True,
         ),
     ] = None

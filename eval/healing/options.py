@@ -27,7 +27,7 @@ class HealingOptions(Options):
     Trains on texts that the model samples from itself, or on --text.
     """
 
-    model: Annotated[str, Option("Stock model of a family that can be folded: folder or hub id.")]
+    model: Annotated[str, Option("Stock model of a family that can be folded: folder, hub id or GGUF file.")]
     # Results are stored under the texts, not under the names of the files.
     text: Annotated[
         str | None, Option("File or glob pattern to train on; default the model's own samples.", may_change=True)

@@ -48,7 +48,7 @@ def with_former_models(options: Any, records: Path) -> Any:
         return options  # two models of one name are refused when they are loaded
     sources = {model["name"]: model["source"] for model in settings.get("models", ())}
     for name, source in sources.items():
-        if name not in given and Path(source).is_absolute() and not Path(source).is_dir():
+        if name not in given and Path(source).is_absolute() and not Path(source).exists():
             raise ValueError(
                 f"{records.parent} holds records of {name}, and its folder {source} is gone: put it back, or pass "
                 "another --output."

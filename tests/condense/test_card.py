@@ -1,13 +1,15 @@
 """The card of a saved model: what it says, how the model is loaded from it, and whose card it leaves as it is."""
 
+import json
 import re
+import shutil
 from importlib.metadata import version
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from packaging.version import Version
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from condense import CondenseForCausalLM, CondenseModel
@@ -68,6 +70,44 @@ def test_the_base_model_is_passed_on(name, tmp_path):
     assert saved(model, tmp_path / "first").data.base_model == HUB_ID
     again = CondenseForCausalLM.from_pretrained(tmp_path / "first")
     assert saved(again, tmp_path / "second").data.base_model == HUB_ID
+
+
+def base_row(card):
+    return re.search(r"\| base model \| (.*) \|", card.text)[1]
+
+
+def test_a_local_base_model_has_its_name_and_no_path(llama, tmp_path, monkeypatch):
+    """Its folder's, also after the model was saved twice; a hub id that a former transformers stored is better."""
+    shutil.copytree(llama, source := tmp_path / "My Llama (new)")
+    first = saved(CondenseForCausalLM.from_pretrained(source), tmp_path / "first")
+    again = saved(CondenseForCausalLM.from_pretrained(tmp_path / "first"), tmp_path / "second")
+    monkeypatch.chdir(source)
+    here = saved(CondenseForCausalLM.from_pretrained("."), tmp_path / "third")
+    for card in (first, again, here):
+        assert base_row(card) == "My Llama (new)" and card.data.base_model is None
+        assert str(tmp_path) not in card.text
+    shutil.rmtree(tmp_path / "first")  # a model in memory
+    again = saved(CondenseForCausalLM.from_pretrained(tmp_path / "second"), tmp_path / "fourth")
+    assert base_row(again) == "My Llama (new)"
+    config = json.loads((source / "config.json").read_text())
+    for stored, named in ((HUB_ID, HUB_ID), ("../runs/llama", None), (7, None)):
+        (source / "config.json").write_text(json.dumps(config | {"_name_or_path": stored}))
+        assert saved(CondenseForCausalLM.from_pretrained(source), tmp_path / "stored").data.base_model == named
+
+
+def test_a_gguf_file_is_a_base_model_by_its_name(tmp_path):
+    pytest.importorskip("gguf")
+    from ..gguf_files import byte_level_tokenizer, stock_model, tokenizer_fields, write_gguf
+
+    write_gguf(tmp_path / "tiny.Q8_0.gguf", stock_model(LlamaForCausalLM), tokenizer_fields(byte_level_tokenizer()))
+    model = CondenseForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.Q8_0.gguf")
+    assert base_row(saved(model, tmp_path / "saved")) == "tiny.Q8_0.gguf"
+
+
+def test_a_base_model_that_is_not_known(tmp_path):
+    card = saved(tiny_model(), tmp_path / "first")
+    again = saved(CondenseForCausalLM.from_pretrained(tmp_path / "first"), tmp_path / "second")
+    assert base_row(card) == base_row(again) == "not known"
 
 
 @pytest.mark.parametrize("text", ["", f"---\nbase_model: {HUB_ID}\n---\n# A Llama\n", "---\n: :\n", "\0"])

@@ -417,6 +417,15 @@ def test_stop_strings_work_across_segments(stories, tokenizer):
     assert stop in stopped and unstopped.startswith(stopped) and len(stopped) < len(unstopped)
 
 
+def test_a_folded_model_has_no_longest_text_to_be_reminded_of(caplog):
+    """The stock model, which has one, still says so: the control."""
+    model = tiny_model(max_position_embeddings=37)  # transformers says each sentence once, and this has the number
+    generated(model, random_ids(1, 45))
+    assert "friendly reminder" not in caplog.text
+    generated(to_stock(model), random_ids(1, 45))
+    assert "exceeded the model's predefined maximum length (37)" in caplog.text
+
+
 def test_forward_refuses_arguments_without_effect():
     """It accepts the arguments that `generate` passes; it refuses unsupported outputs and unknown names."""
     model, ids = tiny_model(), random_ids(1, 7)

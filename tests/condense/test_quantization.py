@@ -237,9 +237,3 @@ def test_torchao_scales_are_checked(stored):
         model.model.layers[1].mlp.up_proj.weight.scale.fill_(float("inf"))
     with pytest.raises(ValueError, match="model: model.layers.1.mlp.up_proj.weight holds values that are not finite"):
         check_finite(model, "model", "remedy")
-
-
-@pytest.mark.unit
-def test_a_gguf_file_is_refused(stored):
-    with pytest.raises(ValueError, match=r"gguf_file='m.gguf': .* Load the stock model .*dequantize=True"):
-        CondenseForCausalLM.from_pretrained(stored, gguf_file="m.gguf")

@@ -27,8 +27,14 @@ def contents(recipe: Recipe) -> Contents:
     models = {"model.source": recipe.model.source, "objective.teacher": getattr(recipe.objective, "teacher", None)}
     for name, source in models.items():
         if source:  # models with random weights have none
-            found[name] = [contents_of(source, MODEL_FILES) if Path(source).is_dir() else None]
+            found[name] = [model_contents(Path(source))]
     return found
+
+
+def model_contents(source: Path) -> list[str] | None:
+    if source.is_file():  # GGUF
+        return [content(source)]
+    return contents_of(str(source), MODEL_FILES) if source.is_dir() else None
 
 
 def contents_of(folder: str, patterns: Sequence[str]) -> list[str]:

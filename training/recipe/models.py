@@ -31,7 +31,7 @@ class ModelKind(Section):
     """The interface of a model. Weights are float32; DeepSpeed or autocast makes copies in bfloat16."""
 
     kind: str
-    source: str = Field(description="folder or hub id of the checkpoint that training starts from")
+    source: str = Field(description="folder, hub id or GGUF file of the checkpoint that training starts from")
 
     has_segments: ClassVar[bool] = False  # a curriculum and losses by segment need them
     is_of_images: ClassVar[bool] = False

@@ -1,6 +1,6 @@
 """Finds the operations that take most of a folded training step: Table I shape, vocabulary of 8,192, 4,096 tokens.
 
-Prints docs/results/profile-cpu/shares.txt.
+Prints a block of docs/results/profile-cpu/README.md.
 """
 
 import torch

@@ -61,12 +61,7 @@ def convert(
     """Turns a checkpoint into a folded one, or back. Only --merge and a depth block (docs/depth.md) change weights."""
     stock = to is not ModelFormat.condense
     share = None if memory_share is None else parse_share(memory_share)
-    given = {"segment_length": segment_length, "memory_source": memory_source, "memory_share": share}
-    fields = {name: value for name, value in given.items() if value is not None}
-    if stock and fields:
-        raise ValueError(f"a stock model has no {' or '.join(fields)}: leave the option out with --to {to}.")
-    if stock:
-        fields["segment_length"] = 1  # stock models ignore it: it fits every sliding window
+    fields = _given(to, segment_length=segment_length, memory_source=memory_source, memory_share=share)
     quiet()
     blocks = BlockOptions(**block)
     check_measurable(measure, text, to=stock, merge=merge, depth=blocks.depth)
@@ -104,6 +99,16 @@ def convert(
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}{cost}")
     if not stock and from_stock and merge is None and any(config.memory_shares):
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
+
+
+def _given(to: ModelFormat, **options: Any) -> dict[str, Any]:
+    """Returns the fields of the configuration that are given. Raises `ValueError` for those of a stock model."""
+    fields = {name: value for name, value in options.items() if value is not None}
+    if to is ModelFormat.condense:
+        return fields
+    if fields:
+        raise ValueError(f"a stock model has no {' or '.join(fields)}: leave the option out with --to {to}.")
+    return {"segment_length": 1}  # stock models ignore it: it fits every sliding window
 
 
 def _write(target: Path, model: Any, tokenizer: Any, former_names_of: str | None) -> None:

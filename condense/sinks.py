@@ -24,13 +24,19 @@ from .token_inputs import TokenInputs
 
 def compute_sinks(model: Any, like: torch.Tensor) -> list[Memory | None] | None:
     """Returns the keys and values [1, G, 1, E] of the sink in each layer in use of a `CondenseModel`; None without a
-    sink. They are part of the autograd graph. `like` gives device and dtype of hidden states."""
+    sink. They are part of the autograd graph. `like` gives device and dtype of hidden states. Raises `ValueError` for a
+    model without an embedding."""
     config: CondenseConfig = model.config
     if config.sink_token_id is None:
         return None
+    if (embedding := getattr(model, "embed_tokens", None)) is None:
+        raise ValueError(
+            f"sink_token_id={config.sink_token_id} and the model has no embedding for it: keep embed_tokens, or set "
+            "model.config.sink_token_id=None."
+        )
     ids_11 = torch.full((1, 1), config.sink_token_id, device=like.device)
-    with _in_evaluation(model.embed_tokens):  # noise on embeddings, as NEFTune's, is for texts
-        hidden_11D = model.embed_tokens(ids_11)
+    with _in_evaluation(embedding):  # noise on embeddings, as NEFTune's, is for texts
+        hidden_11D = embedding(ids_11)
     batch, state = UnpaddedBatch(1, 1, None), TransientState.empty(1, config)
     control = zero_control(config.control_size, ids_11, like) if config.control_size else None
     inputs = TokenInputs(batch, like.device, control=control)

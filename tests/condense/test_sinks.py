@@ -151,6 +151,22 @@ def test_wrong_tokens_are_refused(wrong):
         tiny_config(sink_token_id=wrong)
 
 
+@torch.no_grad()
+def test_without_its_embedding_it_is_refused():
+    """Of the whole model, or of the token."""
+    model, ids = tiny_model(sink_token_id=60), random_ids(1, 13) % 50
+    embeddings = model.model.embed_tokens(ids)
+    model.resize_token_embeddings(50)
+    with pytest.raises(ValueError, match="sink_token_id=60 is not a token of a vocabulary of 50"):
+        model(ids)
+    base = tiny_model(**SINK).model
+    del base.embed_tokens
+    with pytest.raises(ValueError, match="sink_token_id=7 and the model has no embedding for it: keep embed_tokens"):
+        base(inputs_embeds=embeddings)
+    base.config.sink_token_id = None
+    assert base(inputs_embeds=embeddings).last_hidden_state.shape == (1, 13, 24)
+
+
 def test_it_is_saved_and_loaded(tmp_path):
     tiny_model(torch.float32, **SINK).save_pretrained(tmp_path)
     assert CondenseForCausalLM.from_pretrained(tmp_path).config.sink_token_id == 7

@@ -91,6 +91,17 @@ def test_other_types_have_no_limit(rope):
     torch.testing.assert_close(model(ids).logits, in_float64(to_stock(model))(ids).logits, atol=1e-12, rtol=0)
 
 
+def test_changed_frequencies_are_used():
+    """Halved ones are those of a linear scale of two; a float64 model computes its own only while nothing changed."""
+    model, ids = tiny_model(), random_ids(2, 23)
+    own = model(ids).logits
+    with torch.no_grad():
+        model.model.rotary_emb.inv_freq *= 0.5
+    scaled = tiny_model(rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0})
+    torch.testing.assert_close(model(ids).logits, scaled(ids).logits, atol=1e-10, rtol=0)
+    assert (model(ids).logits - own).abs().max() > 1e-2
+
+
 def test_a_model_in_half_precision_keeps_its_frequencies(tmp_path):
     """As one that is loaded in it; the positions of a long segment need them."""
     model = tiny_model(torch.float32, segment_length=300)

@@ -44,6 +44,8 @@ FIELDS = {
     "input": MEMORIES["input"],
     "input, detached": MEMORIES["input"] | {"bptt_segments": 2},
     "shares, detached": MEMORIES["shares"] | {"bptt_segments": 4},
+    "sink": MEMORIES["sink"],
+    "sink, shares, detached": MEMORIES["sink, shares"] | {"bptt_segments": 2},
 }
 
 

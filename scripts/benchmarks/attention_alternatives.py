@@ -1,7 +1,8 @@
 """Times alternatives to one call of attention on a CPU, and block sizes of `blocked` attention.
 
 The causal mask hides a quarter of the scores of a segment with a memory; the alternatives save their computation with
-SDPA's kernel. Prints the last table of docs/results/attention/README.md: forward and backward in milliseconds, medians in turn.
+SDPA's kernel. Prints the last table of docs/results/attention/README.md: forward and backward in milliseconds, medians
+in turn.
 
 Axes: B rows, K keys, H heads, L segment length, E head dimension; F queries of a part of a segment, M tokens of the
 memory.

@@ -366,6 +366,13 @@ def test_the_extra_is_named_where_gguf_is_missing(written, monkeypatch):
         )
 
 
+def test_the_extra_is_named_in_a_checkout_that_is_not_installed(written, monkeypatch):
+    path = written()
+    monkeypatch.setattr(extras, "requires", lambda name: [])
+    monkeypatch.setattr("condense.gguf_files.config.find_spec", lambda name: None if name == "gguf" else name)
+    assert_refused(r"a GGUF file needs gguf: .*\.\[gguf\]", load_config, CondenseConfig, path)
+
+
 def test_zero_3_is_refused(written, monkeypatch):
     monkeypatch.setattr("condense.loading.is_deepspeed_zero3_enabled", lambda: True)
     assert_refused("ZeRO-3", load_model, CondenseForCausalLM, written())

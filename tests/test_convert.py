@@ -180,7 +180,7 @@ def test_a_stock_export_has_the_names_of_transformers_4(rope_type, llama, tmp_pa
     assert stored["rope_theta"] == 500000.0 and stored["rope_parameters"] == rope
     assert stored.get("rope_scaling") == (scaling | {"rope_type": "llama3"} if rope_type == "llama3" else None)
     assert stored["torch_dtype"] == stored["dtype"] == "bfloat16"
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("WARNING", logger="transformers"):
         found = AutoConfig.from_pretrained(exported).to_dict()
         tokenizer = AutoTokenizer.from_pretrained(exported)
         AutoModelForCausalLM.from_pretrained(exported)

@@ -210,6 +210,20 @@ def test_a_stock_export_names_a_tokenizer_class_that_transformers_4_has(given, w
     assert json.loads((tmp_path / "exported" / path.name).read_text())["tokenizer_class"] == written
 
 
+def test_a_stock_export_names_its_special_tokens_as_transformers_4_does(llama, tmp_path):
+    """It fails for transformers 5's list, `extra_special_tokens`."""
+    shutil.copytree(llama, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    special = tokenizer.convert_ids_to_tokens([7, 9])
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    tokenizer.save_pretrained(tmp_path / "source")
+    printed("convert", tmp_path / "source", tmp_path / "exported", "--to", "stock")
+    stored = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
+    assert stored["additional_special_tokens"] == special and "extra_special_tokens" not in stored
+    found = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert found.all_special_tokens == tokenizer.all_special_tokens and len(found) == len(tokenizer)
+
+
 def test_a_gguf_file_there_and_back(tmp_path, error_line):
     pytest.importorskip("gguf")
     from transformers import LlamaForCausalLM

@@ -41,7 +41,7 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
 def write_former_names(folder: Path, source_class: str | None) -> None:
     """Adds to the files of a stock model and its tokenizer what transformers 4, and programs beside it, read there.
 
-    transformers 5 has these fields under other names, which stay. `source_class` is the `tokenizer_class` of the
+    transformers 5 has them under other names, too, and reads both. `source_class` is the `tokenizer_class` of the
     checkpoint that was folded.
     """
     config = read_object(folder / "config.json")
@@ -52,8 +52,13 @@ def write_former_names(folder: Path, source_class: str | None) -> None:
     path = folder / "tokenizer_config.json"
     tokenizer = read_object(path)
     if tokenizer.get("tokenizer_class") == TOKENIZER_CLASS:
-        named = FORMER_TOKENIZER_CLASS if source_class in (None, TOKENIZER_CLASS) else source_class
-        _write(path, tokenizer | {"tokenizer_class": named})
+        tokenizer["tokenizer_class"] = source_class
+        if source_class in (None, TOKENIZER_CLASS):
+            tokenizer["tokenizer_class"] = FORMER_TOKENIZER_CLASS
+    if isinstance(special := tokenizer.get("extra_special_tokens"), list):  # transformers 4 fails for a list
+        del tokenizer["extra_special_tokens"]
+        tokenizer["additional_special_tokens"] = special
+    _write(path, tokenizer)
 
 
 def _write(path: Path, fields: Mapping[str, Any]) -> None:

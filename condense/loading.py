@@ -19,7 +19,6 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import find_adapter_config_file
 
 from . import gguf_files
@@ -29,6 +28,7 @@ from .families import FAMILIES
 from .files import is_lfs_pointer
 from .generation_settings import check_settings
 from .laboratories import REGISTERED_BY, STOCK_MODELS
+from .transformers_private import get_tokenizer_config
 from .weights import inner_tensors
 
 ADAPTER_CONFIG = "adapter_config.json"

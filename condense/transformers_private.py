@@ -7,6 +7,7 @@ imported here only.
 
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, apply_rotary_pos_emb
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "LlamaAttention",  # in a stock Llama with a depth block
     "LlamaDecoderLayer",  # as above
     "apply_rotary_pos_emb",  # attention maps of stock models compute their scores again
+    "get_tokenizer_config",  # the name of a tokenizer's class in its file, which a loaded one no longer has
 ]
 
 # Names by the class that has them: overridden, called or set by this package.

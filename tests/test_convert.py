@@ -180,7 +180,7 @@ def test_a_stock_export_has_the_names_of_transformers_4(rope_type, llama, tmp_pa
     assert stored["rope_theta"] == 500000.0 and stored["rope_parameters"] == rope
     assert stored.get("rope_scaling") == (scaling | {"rope_type": "llama3"} if rope_type == "llama3" else None)
     assert stored["torch_dtype"] == stored["dtype"] == "bfloat16"
-    with caplog.at_level("WARNING"):
+    with caplog.at_level("WARNING", logger="transformers"):
         found = AutoConfig.from_pretrained(exported).to_dict()
         tokenizer = AutoTokenizer.from_pretrained(exported)
         AutoModelForCausalLM.from_pretrained(exported)
@@ -208,6 +208,20 @@ def test_a_stock_export_names_a_tokenizer_class_that_transformers_4_has(given, w
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
     printed("convert", tmp_path / "source", tmp_path / "exported", "--to", "stock")
     assert json.loads((tmp_path / "exported" / path.name).read_text())["tokenizer_class"] == written
+
+
+def test_a_stock_export_names_its_special_tokens_as_transformers_4_does(llama, tmp_path):
+    """It fails for transformers 5's list, `extra_special_tokens`."""
+    shutil.copytree(llama, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    special = tokenizer.convert_ids_to_tokens([7, 9])
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    tokenizer.save_pretrained(tmp_path / "source")
+    printed("convert", tmp_path / "source", tmp_path / "exported", "--to", "stock")
+    stored = json.loads((tmp_path / "exported" / "tokenizer_config.json").read_text())
+    assert stored["additional_special_tokens"] == special and "extra_special_tokens" not in stored
+    found = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert found.all_special_tokens == tokenizer.all_special_tokens and len(found) == len(tokenizer)
 
 
 def test_a_gguf_file_there_and_back(tmp_path, error_line):

@@ -1,5 +1,6 @@
 """The configuration of the model in a GGUF file, as its config.json would hold it, and what the file must hold."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import cached_file
 
-from ..extras import check_installed
+from ..extras import check_installed, how_to_install
 from ..families import FAMILIES
 from .header import Header, is_gguf, read_header
 
@@ -76,6 +77,8 @@ def stock_config(path: Path, **options: Any) -> Any:
 def config_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of the stock model's config.json. Raises `ValueError` for a model that is not folded."""
     check_installed("a GGUF file", "gguf")
+    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:  # in a checkout that isn't
+        raise ValueError(f"a GGUF file needs {' and '.join(missing)}: {how_to_install('gguf')}.")
     header = read_header(path)
     metadata, family = header.metadata, header.metadata.get("general.architecture")
     if (parts := metadata.get("split.count", 1)) > 1:

@@ -419,6 +419,7 @@ def test_stop_strings_work_across_segments(stories, tokenizer):
 
 def test_a_folded_model_has_no_longest_text_to_be_reminded_of(caplog):
     """The stock model, which has one, still says so: the control."""
+    caplog.set_level("WARNING", logger="transformers")
     model = tiny_model(max_position_embeddings=37)  # transformers says each sentence once, and this has the number
     generated(model, random_ids(1, 45))
     assert "friendly reminder" not in caplog.text

@@ -329,6 +329,21 @@ def test_models_that_are_not_folded_are_refused(written, tokenizer):
         load_model(CondenseForCausalLM, written(**{"llama.embedding_length": 32}))
 
 
+def test_a_file_on_the_hub(written, tmp_path):
+    path = written()
+    snapshot = tmp_path / "cache" / "models--owner--name" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    shutil.copy(path, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0" * 40)
+    options = {"gguf_file": path.name, "cache_dir": tmp_path / "cache", "local_files_only": True}
+    config = CondenseConfig.from_pretrained("owner/name", segment_length=9, **options)
+    found = CondenseForCausalLM.from_pretrained("owner/name", segment_length=9, **options)
+    assert config.segment_length == found.config.segment_length == 9 and config.hidden_size == 64
+    expected = CondenseForCausalLM.from_pretrained(path.parent, gguf_file=path.name, segment_length=9)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), atol=0, rtol=0)
+
+
 def test_adapters_beside_a_file_are_refused(written, tmp_path):
     path = written()
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -349,6 +364,13 @@ def test_the_extra_is_named_where_gguf_is_missing(written, monkeypatch):
         assert_refused(
             r"a GGUF file needs gguf \(missing\): in a checkout pip install -e '\.\[gguf\]'", load, loaded, path
         )
+
+
+def test_the_extra_is_named_in_a_checkout_that_is_not_installed(written, monkeypatch):
+    path = written()
+    monkeypatch.setattr(extras, "requires", lambda name: [])
+    monkeypatch.setattr("condense.gguf_files.config.find_spec", lambda name: None if name == "gguf" else name)
+    assert_refused(r"a GGUF file needs gguf: .*\.\[gguf\]", load_config, CondenseConfig, path)
 
 
 def test_zero_3_is_refused(written, monkeypatch):

@@ -29,7 +29,7 @@ from lm_eval.tasks import TaskManager
 import condense.cli
 import condense.eval.harness
 from condense import CondenseForCausalLM
-from condense.eval.harness import CondenseLM
+from condense.eval.harness import CondenseLM, StockLM
 from condense.training.small_llama import small_llama, word_tokenizer
 
 from ..refusals import assert_refused
@@ -219,8 +219,10 @@ def test_half_precision_is_not_added_up_in_half_precision(own, monkeypatch):
     assert found == pytest.approx(expected.sum().item(), abs=1e-3) and len(done) == 2000
 
 
-def test_what_does_not_fit_is_refused(folders, monkeypatch):
+def test_what_does_not_fit_is_refused(folders, tmp_path, monkeypatch):
     assert_refused(re.escape("'llama' is not folded: run it as --model stock"), load, folders / "llama")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    assert_refused("the harness reads folders. Write one with condense convert", StockLM, str(tmp_path / "m.gguf"))
     small = load(folders / "folded", max_length=3)
     for text, message in ((" sat on the mat", "4 tokens are to be scored and max_length=3"), (" ", "0 to score")):
         assert_refused(message, ask, small, "loglikelihood", [("a cat", text)])

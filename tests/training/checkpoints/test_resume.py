@@ -104,6 +104,17 @@ def test_changed_files_are_another_recipe(files, change, words):
         find_checkpoint(recipe)
 
 
+def test_a_gguf_file_may_move_and_not_change(files):
+    path = files / "m.gguf"
+    path.write_bytes(b"GGUF 1")
+    checkpoint = write_checkpoint(recipe_of(files, model=str(path)))
+    moved = path.rename(files / "other.gguf")
+    assert find_checkpoint(recipe_of(files, model=str(moved))) == checkpoint
+    moved.write_bytes(b"GGUF 2")
+    with pytest.raises(ValueError, match=r"model\.source"):
+        find_checkpoint(recipe_of(files, model=str(moved)))
+
+
 def test_moved_and_changed_files_are_named(files):
     checkpoint = write_checkpoint(recipe_of(files))
     moved = files / "elsewhere"

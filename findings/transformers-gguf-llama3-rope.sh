@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Of a Llama 3.1 or 3.2 in a GGUF file, transformers leaves out how rotary positions are scaled.
 #
-# Versions: transformers 5.24.0 (5.22.0 and 5.23.0 do the same), gguf 0.19.0, torch 2.13.0, accelerate 1.15.0; llama.cpp
+# Versions: transformers 5.24.0, gguf 0.19.0, torch 2.13.0, accelerate 1.15.0; llama.cpp
 #           as in xllamacpp 2026.10.11549; Python 3.11, Linux x86-64; seen on 29 November 2026.
 # Seen:     llama.cpp's converter stores the scaling ("rope_type": "llama3") as a tensor, `rope_freqs.weight`, by which
 #           each frequency is divided. transformers skips tensors that no weight of its model has, without a word: the

@@ -153,7 +153,7 @@ def _draw_bars(panel: Any, costs: Sequence[dict[str, Any]]) -> None:
     panel.set_yticks(range(len(labels)), labels, fontsize=8)
     panel.invert_yaxis()
     _set_cost_scale(panel, "x", costs)
-    panel.set_xlim(right=1.6 * max(0.1, *(cost["cost"] for cost in costs)))  # room for the numbers
+    panel.set_xlim(right=2.5 * max(0.1, *(cost["cost"] for cost in costs)))  # room for the numbers
     panel.set_ylabel(f"segments of {costs[0]['segment_length']:,} tokens")
 
 

@@ -169,6 +169,8 @@ def _draw_costs(panel: Any, costs: Sequence[dict[str, Any]]) -> None:
     panel.set_xticks([], minor=True)
     panel.axhline(0, color=COLORS[FULL], linewidth=1)
     _set_cost_scale(panel, "y", costs)
+    if all(cost["cost"] >= 0 for cost in costs):
+        panel.set_ylim(bottom=0)
     panel.set_xlabel("tokens of a segment")
 
 

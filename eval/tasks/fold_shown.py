@@ -15,6 +15,7 @@ COLORS = {
     FULL: "black", NONE: "0.5", WINDOW: "tab:purple", "0": "tab:blue", "0.1": "tab:cyan", "0.2": "tab:green",
     LOWEST: "tab:olive", "1": "tab:red",
 }  # fmt: skip
+TICKS = (-0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 OTHER_COLORS = ("tab:orange", "tab:brown", "tab:pink")  # of further shares
 NAMES = {FULL: "full attention", NONE: "no memory", WINDOW: "window of as many keys", LOWEST: "lowest layer folded"}
 
@@ -113,45 +114,71 @@ def draw(results: Results, path: Path) -> None:
         for row, name in zip(panels, names, strict=True):
             costs = [cost for cost in results["costs"] if cost["model"] == name]
             curves = [curve for curve in results["by_position"] if curve["model"] == name]
-            _draw_costs(row[0], evaluation.shown_name(name, results), costs)
+            is_one = len({cost["segment_length"] for cost in costs}) == 1
+            (_draw_bars if is_one else _draw_costs)(row[0], costs)
+            row[0].set_title(f"{evaluation.shown_name(name, results)}: cost of folding", fontsize=10)
             for panel, length in zip(row[1:], lengths, strict=True):
                 _draw_positions(panel, length, [one for one in curves if one["segment_length"] in (0, length)])
-            handles, labels = row[0].get_legend_handles_labels()
-            row[-1].legend(handles, labels, fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
+            if columns > 1 or not is_one:
+                row[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def _style(memory: str, sink: bool, memories: Sequence[str]) -> dict[str, Any]:
     others = [one for one in memories if one not in COLORS]
     color = COLORS.get(memory) or OTHER_COLORS[others.index(memory) % len(OTHER_COLORS)]
-    return {"color": color, "linestyle": "-" if sink else ":", "linewidth": 1.3}
+    label, is_full = label_of(memory, sink), memory == FULL
+    return {"color": color, "linestyle": "-" if sink or is_full else ":", "linewidth": 1.3, "label": label}
 
 
-def _draw_costs(panel: Any, name: str, costs: Sequence[dict[str, Any]]) -> None:
+def _set_cost_scale(panel: Any, name: str, costs: Sequence[dict[str, Any]]) -> None:
+    """Makes axis "x" or "y" linear up to 0.1 nats and logarithmic above."""
+    values = [cost["cost"] for cost in costs]
+    getattr(panel, f"set_{name}scale")("symlog", linthresh=0.1)
+    ticks = [tick for tick in TICKS if min(0, *values) <= tick <= 1.3 * max(values)]
+    getattr(panel, f"set_{name}ticks")(ticks, [f"{tick:g}" for tick in ticks])
+    getattr(panel, f"set_{name}ticks")([], minor=True)
+    getattr(panel, f"set_{name}label")("nats a token above full attention")
+    panel.grid(alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def _draw_bars(panel: Any, costs: Sequence[dict[str, Any]]) -> None:
+    """Draws the costs with one segment length, the first at the top; those without the sink are pale."""
+    memories = list(dict.fromkeys(cost["memory"] for cost in costs))
+    labels = [label_of(cost["memory"], cost["sink"]) for cost in costs]
+    for place, cost in enumerate(costs):
+        color = _style(cost["memory"], cost["sink"], memories)["color"]
+        panel.barh(place, cost["cost"], color=color, alpha=1 if cost["sink"] else 0.45)
+        panel.annotate(f" {cost['cost']:+.3f}", (max(0, cost["cost"]), place), va="center", fontsize=8)
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.invert_yaxis()
+    _set_cost_scale(panel, "x", costs)
+    panel.set_xlim(right=2.5 * max(0.1, *(cost["cost"] for cost in costs)))  # room for the numbers
+    panel.set_ylabel(f"segments of {costs[0]['segment_length']:,} tokens")
+
+
+def _draw_costs(panel: Any, costs: Sequence[dict[str, Any]]) -> None:
     memories = list(dict.fromkeys(cost["memory"] for cost in costs))
     for (memory, sink), found in groups_of(costs, "memory", "sink").items():
         points = sorted((cost["segment_length"], cost["cost"]) for cost in found)
-        style = _style(memory, sink, memories)
-        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label_of(memory, sink), **style)
-    set_log_scale(panel, "x")
+        style = _style(memory, sink, memories) | ({} if sink else {"markerfacecolor": "white"})
+        panel.plot(*zip(*points, strict=True), marker="o", markersize=4, **style)
     lengths = sorted({cost["segment_length"] for cost in costs})
+    set_log_scale(panel, "x")
     panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
     panel.set_xticks([], minor=True)
-    panel.set_yscale("symlog", linthresh=0.1)
-    panel.set_ylim(bottom=min(0, *(cost["cost"] for cost in costs)))
-    panel.yaxis.set_major_formatter("{x:g}")
-    panel.axhline(0, color=COLORS[FULL], linewidth=1, label=name_of(FULL))
-    panel.set_title(f"{name}: cost of folding", fontsize=10)
+    panel.axhline(0, color=COLORS[FULL], linewidth=1)
+    _set_cost_scale(panel, "y", costs)
+    if all(cost["cost"] >= 0 for cost in costs):
+        panel.set_ylim(bottom=0)
     panel.set_xlabel("tokens of a segment")
-    panel.set_ylabel("nats a token above full attention")
-    panel.grid(alpha=0.3)
 
 
 def _draw_positions(panel: Any, length: int, curves: Sequence[dict[str, Any]]) -> None:
     memories = list(dict.fromkeys(curve["memory"] for curve in curves))
     for curve in curves:
         middles = [(part + 0.5) * curve["block"] for part in range(len(curve["losses"]))]
-        style = _style(curve["memory"], curve["sink"] or curve["memory"] == FULL, memories)
-        panel.plot(middles, curve["losses"], **style)
+        panel.plot(middles, curve["losses"], **_style(curve["memory"], curve["sink"], memories))
     panel.set_title(f"loss by position, segments of {length:,} tokens", fontsize=10)
     panel.set_xlabel("position in the text [tokens]")
     panel.set_ylabel("loss [nats a token]")

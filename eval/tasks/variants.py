@@ -33,7 +33,5 @@ def variant(model: Any, attention: str = "auto", **fields: Any) -> CondenseForCa
     with torch.device("meta"):
         made = CondenseForCausalLM(config)
     made.load_state_dict(model.state_dict(), assign=True)
-    if model.lm_head.weight is model.model.embed_tokens.weight:
-        made.tie_weights()
     made.model.rotary_emb = RotaryEmbedding(made.config).to(model.device)  # its tables are not weights
     return made.eval()

@@ -11,6 +11,9 @@ from .section import Section, registry_of, sections_of
 def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[str, Any]) -> str:
     """Returns one line about one of pydantic's errors in a recipe's `fields`."""
     path, section = _walk(problem["loc"], recipe, fields)
+    message = problem["msg"].removeprefix("Value error, ")  # pydantic's name for our own
+    if not path and problem["type"] == "value_error":  # it names its keys
+        return f"  {message}."
     where = ".".join(map(str, path)) or "the recipe"
     if problem["type"] == "extra_forbidden":
         for tag in ("kind", "task"):
@@ -22,8 +25,8 @@ def explain(problem: Mapping[str, Any], recipe: type[Section], fields: Mapping[s
     if problem["type"] == "missing":
         return f"  {where} is missing."
     if isinstance(problem["input"], Mapping):  # the message says which of its keys
-        return f"  {where}: {problem['msg']}"
-    return f"  {where}={problem['input']!r}: {problem['msg']}"
+        return f"  {where}: {message}"
+    return f"  {where}={problem['input']!r}: {message}"
 
 
 def _nearest(path: list[int | str], section: type[Section]) -> str:

@@ -77,7 +77,7 @@ def load_recipe(named: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(fields)
     except ValidationError as error:
         problems = "\n".join(explain(problem, Recipe, fields) for problem in error.errors())
-        raise ValueError(f"recipe {path}:\n{problems}") from error
+        raise ValueError(f"recipe {named}:\n{problems}") from error
 
 
 def _check_segment_length(fields: dict[str, Any], overrides: Sequence[str]) -> None:

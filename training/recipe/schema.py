@@ -293,11 +293,13 @@ def _check_resume(recipe: Recipe) -> None:
 
 def _check_steps(recipe: Recipe) -> None:
     optimizer = recipe.optimizer
-    left, needed = max(0, recipe.steps - optimizer.warmup_steps), max(1, recipe.decay_steps)
+    warmup, steps = optimizer.warmup_steps, recipe.steps
+    left, needed = max(0, steps - warmup), optimizer.decay_steps or 1
     if left < needed:
+        wanted = "" if optimizer.decay_steps is None else f", fewer than optimizer.decay_steps={needed}"
         raise ValueError(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves {left} of {recipe.steps} steps to decay in, fewer "
-            f"than optimizer.decay_steps={needed}: lower one of them, or train for more steps"
+            f"optimizer.warmup_steps={warmup} leaves {left or 'none'} of {steps} steps for the learning rate to fall "
+            f"in{wanted}: train for at least {warmup + needed} steps, or lower the number"
         )
     # Losses are averaged between logged lines, and a resumed run begins a new average.
     multiples = {"checkpoints.every": recipe.checkpoints.every}

@@ -67,11 +67,12 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def folded(llama) -> Path:
-    """The folder of its folded form with segments of 16 tokens, for reading only."""
+    """The folder of its folded form with segments of 16 tokens and the paper's memory, for reading only."""
     from condense import CondenseForCausalLM
 
     folder = shutil.copytree(llama, llama.with_name("folded"))
-    CondenseForCausalLM.from_pretrained(llama, segment_length=16).save_pretrained(folder)
+    memory = {"memory_share": 1.0, "sink_token_id": None}
+    CondenseForCausalLM.from_pretrained(llama, segment_length=16, **memory).save_pretrained(folder)
     return folder
 
 
@@ -115,6 +116,28 @@ def noted(monkeypatch):
         return calls
 
     return note
+
+
+class Said:
+    """The lines that `condense.notices` has said since the last `clear`; each may then be said again."""
+
+    def __init__(self, log: pytest.LogCaptureFixture):
+        self.log = log
+        self.clear()
+
+    def __call__(self) -> list[str]:
+        return [record.getMessage() for record in self.log.records if record.name == "condense.notices"]
+
+    def clear(self) -> None:
+        from condense import notices
+
+        notices._say.cache_clear()
+        self.log.clear()
+
+
+@pytest.fixture
+def said(caplog) -> Said:
+    return Said(caplog)
 
 
 @pytest.fixture

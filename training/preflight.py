@@ -5,12 +5,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from pydantic import ValidationError
 
 from condense.checks import check_attention, check_full_attention
 from condense.files import check_output_folder
 from condense.loading import first_line
+from condense.notices import say_once
 
 from .adapters import check_targets
 from .checkpoints.resume import check_zero_stage, find_checkpoint
@@ -29,6 +31,7 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
     recipe.accumulation(ranks)
     check_attention(recipe.attention)
     recipe.model.check_machine()
+    warn_if_slow(recipe.dtype)
     check_reporter(recipe.report_to)
     check_output_folder(recipe.output)
     check_former_recipe(recipe.model.source)
@@ -47,6 +50,17 @@ def check_run(recipe: Recipe, ranks: int, deepspeed: dict[str, Any] | None) -> N
         check_targets(model, recipe.lora)
     if (checkpoint := find_checkpoint(recipe)) is not None:
         check_zero_stage(checkpoint, zero_stage)
+
+
+def warn_if_slow(dtype: str) -> None:
+    """Warns of bfloat16 on a CPU without instructions for it, where torch computes its products one by one."""
+    if dtype != "bfloat16" or torch.cuda.is_available():
+        return
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        say_once(
+            "dtype=bfloat16: this CPU has no instructions for it, and trains ten times slower than in float32, or "
+            "worse; set dtype=float32."
+        )
 
 
 def check_reporter(report_to: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from .checks import check_not_quantized
 from .extras import check_installed
-from .loading import ADAPTER_CONFIG, check_finite, check_safetensors, first_line, read_object
+from .loading import ADAPTER_CONFIG, check_finite, check_safetensors, first_line, is_stock, read_object
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 RECIPE = "recipe.json"  # of the training, beside the adapters
@@ -70,16 +70,32 @@ def check_adapter_config(path: Path) -> None:
         )
 
 
-def trained_memory(folder: Path) -> dict[str, Any]:
-    """Returns the segment length, the memory share and the sink that `condense train` used for a folder of adapters, or
-    for one of its checkpoints; without those that no recipe names: the training used the ones of its model."""
+def trained_memory(folder: Path, source: str) -> dict[str, Any]:
+    """Returns the fields of the memory that `condense train` used for a folder of adapters of the model `source`, or
+    for one of its checkpoints; without those that its recipe does not name: the training used its model's."""
     recipe = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE
     try:
-        model = json.loads(recipe.read_text(encoding="utf-8"))["model"]
-        found = {name: model.get(name) for name in ("segment_length", "memory_share", "sink_token_id")}
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):  # not a recipe of this package
+        model = dict(json.loads(recipe.read_text(encoding="utf-8"))["model"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # not a recipe of this package
         return {}
-    return {name: value for name, value in found.items() if isinstance(value, int | float | list)}
+    if "source" not in model or model.get("kind", "condense") != "condense":
+        return {}
+    model = with_former_memory(model, source)
+    found = {name: model.get(name) for name in ("segment_length", "memory_share")}
+    found = {name: value for name, value in found.items() if isinstance(value, int | float | list)}
+    sink = model["sink_token_id"]
+    return found if sink == "auto" else {**found, "sink_token_id": None if sink == "none" else sink}
+
+
+def with_former_memory(model: dict[str, Any], source: str) -> dict[str, Any]:
+    """Returns a stored recipe's section of a folded model with the memory that its run had: former versions folded a
+    stock checkpoint with all of a layer's output and without a sink."""
+    if "sink_token_id" in model:
+        return model
+    if not is_stock(source):
+        return model | {"sink_token_id": "auto"}
+    share = model.get("memory_share")
+    return model | {"memory_share": 1.0 if share is None else share, "sink_token_id": "none"}
 
 
 def merge_adapters(model: Any, folder: Path) -> Any:

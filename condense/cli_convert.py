@@ -1,6 +1,7 @@
 """`condense convert`: folds a checkpoint or converts it back, with an optional depth block in place of some layers."""
 
 import inspect
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from pkgutil import resolve_name
@@ -12,9 +13,27 @@ from condense.cli_measure import Measure, Text, check_measurable, measured_field
 from condense.eval.command import quiet
 from condense.eval.options import DTYPE_HELP, parameters
 from condense.laboratories import BLOCK_OPTIONS
-from condense.memory_share import parse_share
+from condense.memory_share import parse_share, parse_sink
 
 BlockOptions: Any = resolve_name(BLOCK_OPTIONS)
+
+Share = Annotated[
+    str | None,
+    typer.Option(
+        help="Share of a layer's output in its memory, from 0 (layer_input) to 1 (layer_output): one number, or one "
+        "for each layer (1:0:0:0); default from the adapters' training, the source, or 0.2.",
+        show_default=False,
+    ),
+]
+Sink = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID|none",
+        help="Token whose keys and values stand in place of each memory's first row (an attention sink); default from "
+        "the adapters' training, the source, or a stock checkpoint's bos_token_id.",
+        show_default=False,
+    ),
+]
 
 
 class ModelFormat(StrEnum):
@@ -39,14 +58,8 @@ def convert(
     memory_source: Annotated[
         str | None, typer.Option(help="layer_output, or layer_input for Transformer-XL.", show_default=False)
     ] = None,
-    memory_share: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of a layer's output in its memory, from 0 (layer_input) to 1 (layer_output): one number, or "
-            "one for each layer (1:0:0:0); default from the adapters' training, the source, or 1.",
-            show_default=False,
-        ),
-    ] = None,
+    memory_share: Share = None,
+    sink_token_id: Sink = None,
     to: Annotated[
         ModelFormat,
         typer.Option(help="Model to write: a folded one (condense), or a stock one of its family (stock, or llama)."),
@@ -61,7 +74,8 @@ def convert(
     """Turns a checkpoint into a folded one, or back. Only --merge and a depth block (docs/depth.md) change weights."""
     stock = to is not ModelFormat.condense
     share = None if memory_share is None else parse_share(memory_share)
-    fields = _given(to, segment_length=segment_length, memory_source=memory_source, memory_share=share)
+    sink = {} if sink_token_id is None else {"sink_token_id": parse_sink(sink_token_id)}
+    fields = _given(to, sink, segment_length=segment_length, memory_source=memory_source, memory_share=share)
     quiet()
     blocks = BlockOptions(**block)
     check_measurable(measure, text, to=stock, merge=merge, depth=blocks.depth)
@@ -73,23 +87,26 @@ def convert(
     from condense.families import family_of
     from condense.files import check_new_folder
     from condense.loading import load_config, load_model, load_tokenizer
+    from condense.notices import without_notices
 
     check_dtype(dtype)
     check_new_folder(target)
     if merge is not None:
         check_adapters(merge, "condense convert --merge")
         if not stock:
-            trained = trained_memory(merge)
+            trained = trained_memory(merge, source)
             if memory_source is not None:  # it says what the memory is made of
                 trained.pop("memory_share", None)
             fields = trained | fields
-    config = load_config(CondenseConfig, source, **fields)
+    with without_notices() if stock or measure else nullcontext():
+        config = load_config(CondenseConfig, source, **fields)
     from_stock = load_config(AutoConfig, source).model_type != config.model_type
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")
     blocks.check(config, stock)
     fields, cost = measured_fields(source, target, text, config, fields) if measure else (fields, "")
-    model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
+    with without_notices() if stock or merge is not None else nullcontext():
+        model = load_model(CondenseForCausalLM, source, dtype=dtype, **fields)
     tokenizer = load_tokenizer(source, model.config)
     if merge is not None:
         model = merge_adapters(model, merge)
@@ -97,13 +114,14 @@ def convert(
     _write(target, written, tokenizer, former_names_of=source if stock else None)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}{cost}")
-    if not stock and from_stock and merge is None and any(config.memory_shares):
+    if not stock and from_stock and merge is None and any(model.config.memory_shares):
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
 
 
-def _given(to: ModelFormat, **options: Any) -> dict[str, Any]:
-    """Returns the fields of the configuration that are given. Raises `ValueError` for those of a stock model."""
-    fields = {name: value for name, value in options.items() if value is not None}
+def _given(to: ModelFormat, sink: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the fields of the configuration that are given; the `sink` may be None. Raises `ValueError` for those of
+    a stock model."""
+    fields = {name: value for name, value in options.items() if value is not None} | sink
     if to is ModelFormat.condense:
         return fields
     if fields:

@@ -13,6 +13,7 @@ from .choices import check_choice
 from .families import FAMILIES, check_family, check_window, folded_fields
 from .gguf_files import HUB_OPTIONS, config_fields, find_file
 from .laboratories import STOCK_MODELS
+from .notices import say_once
 from .peft_support import add_default_targets
 from .remote_code import RemoteCodeConfig
 
@@ -24,11 +25,14 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 )  # fmt: skip
+VOCABULARY = ("vocab_size", "bos_token_id", "eos_token_id")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2", "flex_attention")
 # Their frequencies depend on the longest position of a call, above a limit.
 LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 IGNORE_INDEX = -100  # the label of a token that is not predicted
+# Of a stock checkpoint. With share 1, which the paper trains, untrained checkpoints diverge (condense/untrained.py).
+STOCK_SHARE = 0.2
 
 
 class CondenseConfig(RemoteCodeConfig, LlamaConfig):
@@ -51,6 +55,10 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     position_anchor: the position of a token of fractional duration: the `"end"` or the `"start"` of its interval.
     family: the family of the checkpoint that was folded: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
     window: that checkpoint's fields of sliding-window attention.
+    folded_weights: a fingerprint of that checkpoint's weights: while a model has them, its memory is untrained.
+
+    These are a configuration's own defaults. `from_pretrained` of a stock checkpoint takes, where nothing is given,
+    memory_share=0.2 and the token that begins the checkpoint's texts as sink, and says so.
 
     Raises `ValueError` for other values, and for a checkpoint of a family that is not folded.
     """
@@ -69,6 +77,7 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     depth: dict | None = None
     family: str = "llama"
     window: dict | None = None
+    folded_weights: str | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -123,8 +132,10 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         """Reads the config of a folded or a stock checkpoint; raises `ValueError` for a family that is not folded."""
+        source = str(pretrained_model_name_or_path)
         if (file := kwargs.pop("gguf_file", None)) is not None:
             hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+            source = f"{source}/{file}"
             config_dict = config_fields(find_file(pretrained_model_name_or_path, file, **hub_options))
         else:
             config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
@@ -139,10 +150,34 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
                 f"{pretrained_model_name_or_path!r} is a checkpoint of type {model_type!r}: condense folds "
                 f"checkpoints of the types {', '.join(FAMILIES)}, and loads its own ({', '.join(own)})."
             )
-        if model_type in FAMILIES:
-            config_dict = folded_fields(model_type, config_dict)
         given = {name: kwargs[name] for name in cls.__annotations__ if name in kwargs}  # checked with the rest
+        if model_type in FAMILIES:
+            memory = _memory_of_stock(model_type, config_dict | kwargs)
+            config_dict = folded_fields(model_type, config_dict) | memory
+            if memory:
+                values = " and ".join(f"{name}={value}" for name, value in memory.items())
+                defaults = "defaults" if len(memory) > 1 else "default"
+                say_once(
+                    f"{source!r} is folded with {values}, the {defaults} for a stock checkpoint; condense convert "
+                    "--measure finds its own."
+                )
         return {**config_dict, **given, "model_type": cls.model_type}, kwargs
+
+
+def _memory_of_stock(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the memory of a stock checkpoint as far as `fields`, of its file and the caller, leave it open.
+
+    The sink is the first token of its texts, or else the one that ends them; None if it has neither.
+    """
+    found: dict[str, Any] = {}
+    if not {"memory_share", "memory_source"} & fields.keys():
+        found["memory_share"] = STOCK_SHARE
+    if "sink_token_id" not in fields:
+        known = FAMILIES[model_type].config_class  # files leave its defaults out
+        size, *named = (fields.get(name, getattr(known, name, None)) for name in VOCABULARY)
+        first = [token[0] if isinstance(token, list) and token else token for token in named]
+        found["sink_token_id"] = next((token for token in first if _is_token(token, size)), None)
+    return found
 
 
 def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
@@ -219,13 +254,15 @@ def _check_share(share: Any, num_layers: int) -> None:
 
 
 def _check_sink(token_id: Any, vocab_size: int) -> None:
-    if token_id is None:
-        return
-    if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+    if token_id is not None and not _is_token(token_id, vocab_size):
         raise ValueError(
             f"sink_token_id={token_id!r} is not a token of a vocabulary of {vocab_size}: pass the id of one, such as "
             "bos_token_id, or None for no sink."
         )
+
+
+def _is_token(token_id: Any, vocab_size: int) -> bool:
+    return isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < vocab_size
 
 
 def _check_count(name: str, value, alternative: str = "") -> None:

@@ -12,6 +12,7 @@ from .control import check_control_of_prompt, control_of_columns, drafts_with_co
 from .durations import durations_for_generation, durations_of_columns
 from .execution.static_decoding import check_static_step
 from .recording import CROP_TOKENS
+from .untrained import warn_if_untrained
 
 
 class NoContinuousBatching:
@@ -155,6 +156,7 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
         if implementation is not None:
             self._check_cache_implementation(implementation, model_kwargs)
         check_control_of_prompt(model_kwargs, generation_config.is_assistant)
+        warn_if_untrained(self, generation_config.max_length)
         rows_per_text = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         timed = durations_for_generation(model_kwargs, batch_size, rows_per_text, generation_config.is_assistant)
         if timed:

@@ -176,6 +176,15 @@ def _stock_config(config_class: Any, path: Path, **options: Any) -> Any:
     return found
 
 
+def is_stock(source: str | Path) -> bool:
+    """Returns whether a model's folder, GGUF file or hub id has a stock checkpoint that can be folded; False if it has
+    none."""
+    try:
+        return load_config(AutoConfig, source).model_type in FAMILIES
+    except ValueError:
+        return False
+
+
 @contextmanager
 def without_load_report() -> Iterator[None]:
     """Stops transformers from printing the loading report, which `check_loading_report` checks."""

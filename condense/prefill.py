@@ -11,6 +11,7 @@ import torch
 from .cache import FoldedCache
 from .cache_argument import CACHE, cache_of
 from .modeling import CondenseForCausalLM
+from .untrained import warn_if_untrained
 
 TOKENS_PER_CALL = 4096  # enough to fill a device; the memory of a call does not depend on the length of the text
 SEGMENTS_PER_CALL = 64  # enough for a wave to run most of its diagonals at full width
@@ -59,6 +60,7 @@ def prefill(
     `restart_columns=False` pass the whole text and one more token: penalties of repeated tokens then count them.
     """
     cache = FoldedCache(model.config) if cache is None else cache
+    warn_if_untrained(model, cache.get_seq_length() + input_ids.shape[1])
     length = model.config.segment_length
     num_segments = max(SEGMENTS_PER_CALL, TOKENS_PER_CALL // (length * len(input_ids)))
 

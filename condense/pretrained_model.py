@@ -17,6 +17,7 @@ from .files import use_default_mode
 from .gguf_files import HUB_OPTIONS, find_file
 from .loading import check_loading_report, load_model, without_load_report
 from .source_name import check_name, name_as_in_memory
+from .untrained import mark_untrained
 
 
 class CondensePreTrainedModel(PreTrainedModel):
@@ -36,14 +37,14 @@ class CondensePreTrainedModel(PreTrainedModel):
         Raises `ValueError` naming weights that are missing (transformers initialises them at random), unexpected, or
         have the wrong shape. `ignore_mismatched_sizes=True` permits other shapes; `output_loading_info=True` returns
         the report for the caller to check. Other libraries can't load a model that was just folded: see `source_name`.
-        Those of a GGUF file are dequantized.
+        Those of a GGUF file are dequantized. A stock checkpoint gets the memory that `CondenseConfig` describes.
         """
         source = pretrained_model_name_or_path
         if (file := options.pop("gguf_file", None)) is not None:
             return cls._from_gguf(source, file, *model_args, **options)
         if options.pop("output_loading_info", False):
             model, report = super().from_pretrained(source, *model_args, output_loading_info=True, **options)
-            check_name(model, source, options)
+            _note_source(model, source, options)
             return model, report
         ignore_shapes = options.pop("ignore_mismatched_sizes", False)
         with without_load_report():
@@ -51,7 +52,7 @@ class CondensePreTrainedModel(PreTrainedModel):
                 source, *model_args, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
         check_loading_report(source, report, ignore_shapes)
-        check_name(model, source, options)
+        _note_source(model, source, options)
         return model
 
     @classmethod
@@ -71,6 +72,7 @@ class CondensePreTrainedModel(PreTrainedModel):
         if model.can_generate():
             model.generation_config = stock.generation_config
         name_as_in_memory(model, path, "folded")
+        mark_untrained(model)
         return found
 
     def save_pretrained(self, save_directory, is_main_process=True, *arguments, **options):
@@ -115,3 +117,8 @@ class CondensePreTrainedModel(PreTrainedModel):
             if offload:
                 gradient_checkpointing_func = partial(offload_checkpoint, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
+
+
+def _note_source(model: PreTrainedModel, source: Any, options: dict[str, Any]) -> None:
+    if check_name(model, source, options):
+        mark_untrained(model)

@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .families import FAMILIES
+
 REMEDY = "save_pretrained() it and load that folder)"
 HUB_OPTIONS = ("cache_dir", "gguf_file", "local_files_only", "revision", "subfolder", "token")
 # A model with others has other outputs.
@@ -29,12 +31,12 @@ def name_as_in_memory(model: Any, source: Any, change: str) -> None:
         module.name_or_path = name
 
 
-def check_name(model: Any, source: Any, options: dict[str, Any]) -> None:
+def check_name(model: Any, source: Any, options: dict[str, Any]) -> bool:
     """Renames a model if its configuration differs from the checkpoint `source` that it was loaded from with `options`:
-    a stock model's checkpoint, or one with other segments.
+    a stock model's checkpoint, or one with other segments. Returns whether it is a stock model's of a known family.
     """
     if source is None:  # weights that the caller has
-        return
+        return False
     hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
     try:
         stored, _ = PreTrainedConfig.get_config_dict(source, **hub_options)
@@ -42,7 +44,8 @@ def check_name(model: Any, source: Any, options: dict[str, Any]) -> None:
         stored = {}
     if stored.get("model_type") != model.config.model_type:
         name_as_in_memory(model, source, "folded")
-        return
+        return stored.get("model_type") in FAMILIES
     defaults = type(model.config)
     if any(stored.get(name, getattr(defaults, name)) != getattr(model.config, name) for name in FIELDS):
         name_as_in_memory(model, source, "changed")
+    return False

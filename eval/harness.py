@@ -44,6 +44,7 @@ from condense.configuration import IGNORE_INDEX
 from condense.loading import check_source
 from condense.prefill import TOKENS_PER_CALL, columns_per_call, prefill_calls
 from condense.progress import ProgressBar
+from condense.untrained import warn_if_untrained
 
 from .decoding import decodes_together, max_positions, neutral_decoding
 
@@ -193,6 +194,7 @@ class CondenseLM(StockLM):
         """Returns the state before the last token of each context."""
         state = FoldedCache(self.model.config).start(len(contexts))
         ids_BN, is_real_BN = _padded([context[:-1] for context in contexts], 0)
+        warn_if_untrained(self.model, ids_BN.shape[1])
         num_columns = columns_per_call(self.model, TOKENS_PER_CALL, len(contexts))
         for columns, _ in prefill_calls(self._forward, ids_BN, num_columns, state, is_real_BN):
             bar.update(int(is_real_BN[:, columns].sum()))

@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any, ClassVar, Generic, TypeVar
 
 from condense.progress import ProgressBar, stoppable
+from condense.untrained import warn_if_untrained
 
 from .overview import Figure
 from .positions import exceeded, positions_exceeded
@@ -181,6 +182,8 @@ def measure(task: Task[Item], store: ResultsStore | None = None) -> list[tuple[I
 
 def _record(task: Task[Item], item: Item) -> Record:
     """Returns the record of an item, with the positions of its model if a text is longer."""
+    if (num_tokens := task.num_tokens(item)) is not None:
+        warn_if_untrained(task.model_of(item).model, num_tokens)
     positions = task.positions_exceeded(item)
     return task.measure(item) | ({} if positions is None else {"positions_exceeded": positions})
 

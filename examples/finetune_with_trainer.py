@@ -16,8 +16,7 @@ source = sys.argv[2] if len(sys.argv) > 2 else "HuggingFaceTB/SmolLM2-135M"
 SEGMENT, SEGMENTS, TEXTS = 256, 8, 64
 
 tokenizer = AutoTokenizer.from_pretrained(source)
-# The memory learns most at the lowest cost from a share of each layer's output: docs/healing.md.
-model = CondenseForCausalLM.from_pretrained(source, segment_length=SEGMENT, memory_share=0.2)
+model = CondenseForCausalLM.from_pretrained(source, segment_length=SEGMENT)
 
 with open(text, encoding="utf-8") as file:
     ids = tokenizer(file.read(), return_tensors="pt", verbose=False).input_ids[0]

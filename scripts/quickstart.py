@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from condense.cli import convert  # noqa: E402
 from condense.eval.report import write_report  # noqa: E402
+from condense.notices import without_notices  # noqa: E402
 from condense.training.launch import launch, load_local_recipe, num_ranks  # noqa: E402
 from condense.training.output_lock import check_unlocked, output_lock  # noqa: E402
 from condense.training.recipe import load_recipe  # noqa: E402
@@ -41,7 +42,8 @@ PROFILE_LENGTHS = "2k,4k,8k"
 
 def fold(llama: Path, folder: Path, source: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # left by a start that was killed
-    convert(str(llama), folder, segment_length=SEGMENT, memory_source=source)
+    with without_notices():  # it is to be trained
+        convert(str(llama), folder, segment_length=SEGMENT, memory_source=source, sink_token_id="none")
 
 
 def condense(*arguments) -> None:

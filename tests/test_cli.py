@@ -98,11 +98,28 @@ def test_convert_there_and_back(llama, tmp_path):
     output = printed("convert", llama, tmp_path / "folded", "--segment-length", 16)
     assert "102,208 parameters" in output and "16 tokens" in output
     assert CondenseForCausalLM.from_pretrained(tmp_path / "folded").config.segment_length == 16
-    printed("convert", tmp_path / "folded", tmp_path / "again", "--memory-source", "layer_input")
+    source = ["--memory-share", 1, "--memory-source", "layer_input"]
+    printed("convert", tmp_path / "folded", tmp_path / "again", *source)
     again = CondenseForCausalLM.from_pretrained(tmp_path / "again").config
     assert (again.segment_length, again.memory_source) == (16, "layer_input")  # other fields keep their values
-    printed("convert", tmp_path / "folded", tmp_path / "share", "--memory-share", "1:0")
-    assert CondenseForCausalLM.from_pretrained(tmp_path / "share").config.memory_shares == (1, 0)
+    config = CondenseForCausalLM.from_pretrained(tmp_path / "folded").config
+    assert (config.memory_shares, config.sink_token_id) == ((0.2, 0.2), 1)
+    printed("convert", tmp_path / "folded", tmp_path / "share", "--memory-share", "1:0", "--sink-token-id", "none")
+    config = CondenseForCausalLM.from_pretrained(tmp_path / "share").config
+    assert (config.memory_shares, config.sink_token_id) == ((1, 0), None)
+    printed("convert", tmp_path / "share", tmp_path / "sink", "--sink-token-id", 7)
+    config = CondenseForCausalLM.from_pretrained(tmp_path / "sink").config
+    assert (config.memory_shares, config.sink_token_id) == ((1, 0), 7)
+    vocabulary = LlamaForCausalLM.from_pretrained(llama).config.vocab_size
+    for sink, message in (
+        ("bos", "sink 'bos': pass"),
+        ("-1", "'-1': pass"),
+        (vocabulary, "not a token of a vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            printed("convert", llama, tmp_path / "none", f"--sink-token-id={sink}")
+    with pytest.raises(ValueError, match="a stock model has no sink_token_id: leave the option out"):
+        printed("convert", llama, tmp_path / "none", "--to", "stock", "--sink-token-id", "none")
     for share, message in (("half", "'half': pass a number"), ("2", "'2': pass a number"), ("0:1:0", "2 layers")):
         with pytest.raises(ValueError, match=message):
             printed("convert", llama, tmp_path / "none", "--memory-share", share)

@@ -63,16 +63,16 @@ def write_prompts(path, texts):
     return ["--prompts", path, "--prompt-field", "chat.user", "--max-new-tokens", 6, "--segment-length", 16]
 
 
-def test_each_prompt_has_the_answer_that_it_has_by_itself(llama, tmp_path):
+def test_each_prompt_has_the_answer_that_it_has_by_itself(folded, tmp_path):
     texts, book, answers = ["What is the", "The grass", TEXT], tmp_path / "book.txt", tmp_path / "answers.jsonl"
     book.write_text(TEXT)
     sampling = ["--temperature", 1, "--seed", 3, "--prompt-file", book]
-    command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", texts), *sampling, "--answers", answers]
+    command = ["--model", folded, *write_prompts(tmp_path / "prompts.jsonl", texts), *sampling, "--answers", answers]
     run(*command)
     records = [json.loads(line) for line in answers.read_text().splitlines()]
     assert [(record["line"], record["prompt"]) for record in records] == list(enumerate(texts, 1))
     for record in records:
-        alone = ["--model", llama, "--prompt", record["prompt"], *command[6:10], *sampling]
+        alone = ["--model", folded, "--prompt", record["prompt"], *command[6:10], *sampling]
         assert record["text"] == text_of(tmp_path, *alone)
     assert len({record["text"] for record in records}) > 1
     written = answers.read_text()

@@ -38,6 +38,7 @@ from transformers.utils import logging
 from condense.adapters import RECIPE
 from condense.files import use_default_mode
 from condense.generation_settings import remove_ineffective
+from condense.notices import without_notices
 from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.allocator import record_history, snapshot_when_full
@@ -98,7 +99,8 @@ def train(recipe: Recipe, stop_on: Collection[signal.Signals] = (), checked: boo
         check_output(recipe.output)
         check_run(recipe, process.num_ranks, deepspeed)
     # Other ranks write only after joining the group, which needs the first rank.
-    with output_lock(recipe.output) if process.is_first else nullcontext():
+    quietly = without_notices() if checked else nullcontext()  # `condense train` has said them
+    with output_lock(recipe.output) if process.is_first else nullcontext(), quietly:
         try:
             run(recipe, process, deepspeed, stop_on)
         except KeyboardInterrupt:

@@ -26,7 +26,7 @@ from condense.fingerprint import fingerprint
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 
-from ..study.training import make_once, study_recipe, train_alone
+from ..study.training import PAPERS_MEMORY, make_once, study_recipe, train_alone
 from ..texts import HUB, hub_text, train_tokenizer
 from .options import AblationOptions
 from .text_quality import generate, text_quality
@@ -173,7 +173,9 @@ class Setup:
         """Returns the recipe of a language model, `folded` or `stock`."""
         size, texts = self.size, self.inputs / "texts"
         steps = fields.pop("steps", size.steps)
-        kind = {"kind": "condense", "segment_length": size.segment_length} if name == "folded" else {"kind": "stock"}
+        kind: dict[str, Any] = {"kind": "stock"}
+        if name == "folded":
+            kind = {"kind": "condense", "segment_length": size.segment_length, **PAPERS_MEMORY}
         common: dict[str, Any] = {
             "model": {"source": str(self.start(seed)), **kind},
             "data": {

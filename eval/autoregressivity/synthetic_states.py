@@ -10,7 +10,7 @@ from ..intervals import interval, shown
 from ..results import Table, groups_of, picture
 from ..results_store import Record
 from ..runner import Results
-from ..study.training import read_curve
+from ..study.training import PAPERS_MEMORY, read_curve
 from .ablation import changes, percent
 from .experiment import Experiment
 from .grid import LANGUAGE
@@ -79,7 +79,8 @@ class SyntheticStates(Experiment[Cell]):
         output = self.setup.runs / "-".join(map(str, item))
         model: dict[str, Any] = {"kind": "stock"}
         if item.model == "folded":  # a segment holds as many tokens with states as without
-            model = {"kind": "condense", "segment_length": self.setup.size.segment_length * (item.states + 1)}
+            length = self.setup.size.segment_length * (item.states + 1)
+            model = {"kind": "condense", "segment_length": length, **PAPERS_MEMORY}
         model["source"] = str(self.setup.start(item.seed, hidden_size=item.hidden_size))
         objective = {"kind": "synthetic_states", "states": item.states, "path": item.path}
         recipe = self.setup.language_recipe(item.model, objective, item.seed, output, model=model)

@@ -24,7 +24,9 @@ from .tables import SHAPE
 
 laboratories.register_models()
 FOLDED, STOCK, LLAMA = "condense_llama", "stock", "llama"
-NOT_A_SHAPE = ("transformers_version", "architectures", "dtype", "_name_or_path")  # fields of a config.json
+NOT_A_SHAPE = (  # fields of a config.json
+    "transformers_version", "architectures", "dtype", "_name_or_path", "folded_weights",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from condense import CondenseForCausalLM
 from condense.depth import convert_to_depth, set_solver
+from condense.notices import without_notices
 from condense.training.launch import launch, load_local_recipe
 from condense.training.output_lock import was_finished
 from condense.training.recipe import load_recipe
@@ -23,7 +24,7 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results, measure
 from ..statistics import wilson
-from ..study.training import make_once, train_alone
+from ..study.training import PAPERS_MEMORY, make_once, train_alone
 from ..tasks.options import PasskeyOptions
 from ..tasks.passkey import Passkey
 from .experiment import Experiment
@@ -226,7 +227,8 @@ class Fold(Experiment[Trained]):
 def _write_start(item: Trained, llama: Path, folder: Path) -> None:
     """Writes a small Llama, and the model made of it that the training of an arm begins with."""
     save_small_llama(llama, item.seed, layers=item.arm.layers)
-    model = CondenseForCausalLM.from_pretrained(llama, segment_length=SEGMENT)
+    with without_notices():  # it is to be trained
+        model = CondenseForCausalLM.from_pretrained(llama, segment_length=SEGMENT, **PAPERS_MEMORY)
     if item.arm.flow:
         convert_to_depth(model, 0, item.arm.layers, field="layer", control_size=0, **item.arm.flow)
     model.save_pretrained(folder)

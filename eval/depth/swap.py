@@ -19,6 +19,7 @@ from condense.depth import convert_to_depth, fit_field, missed_share
 from condense.files import read_text
 from condense.fingerprint import fingerprint
 from condense.loading import load_config, load_model, load_tokenizer
+from condense.notices import without_notices
 from condense.progress import ProgressBar
 from condense.training.small_llama import passkey_tokenizer, small_llama
 
@@ -108,12 +109,14 @@ class Swap(Experiment[Start]):
             model.load_state_dict(llama.state_dict())
             return EvaluatedModel("random", "random", model.eval(), tokenizer)
         source = self.options.model or MODEL
-        config = load_config(CondenseForCausalLM.config_class, source)
+        with without_notices():  # no text passes its first segment
+            config = load_config(CondenseForCausalLM.config_class, source)
         if config.depth is not None:
             raise ValueError(f"{source} already has a depth block: pass a Llama with all its layers.")
         if config.num_hidden_layers < REPLACED + 2:
             raise ValueError(f"{source} has {config.num_hidden_layers} layers: pass a model of {REPLACED + 2} or more.")
-        model = load_model(CondenseForCausalLM, source, dtype=torch.float32, segment_length=self.scale.tokens)
+        with without_notices():
+            model = load_model(CondenseForCausalLM, source, dtype=torch.float32, segment_length=self.scale.tokens)
         tokenizer = load_tokenizer(source, model.config)
         return EvaluatedModel(Path(source).name, source, placed(model), tokenizer, fingerprint(source, weights=False))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from condense.memory_share import parse_share
+from condense.memory_share import parse_share, parse_sink
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
@@ -56,6 +56,14 @@ class HealingOptions(Options):
             may_change=True,
         ),
     ] = ("1",)
+    sink_token_id: Annotated[
+        str,
+        Option(
+            "Token of the attention sink of folded models: its id, or none. Real checkpoints want one, their "
+            "bos_token_id; toys none.",
+            may_change=True,  # without a sink the settings are those of earlier versions
+        ),
+    ] = "none"
     total_length: Annotated[int, Option("Tokens per text.", flags=("--length",), min=2)] = 512
     batch: Annotated[int, Option("Texts per optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 256
@@ -73,6 +81,7 @@ class HealingOptions(Options):
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model.")
         if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):
             raise ValueError(f"shares={list(self.shares)}: name each once.")
+        parse_sink(self.sink_token_id)
         if "1" not in self.shares:
             raise ValueError(f"shares={list(self.shares)}: add 1, the fold whose cost is to be won back.")
         if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:

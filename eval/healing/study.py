@@ -20,7 +20,8 @@ import torch
 from condense import CondenseForCausalLM, loading
 from condense.adapters import merge_adapters
 from condense.checks import check_full_attention
-from condense.memory_share import parse_share
+from condense.memory_share import parse_share, parse_sink
+from condense.notices import without_notices
 from condense.training.data.shards import source_files
 from condense.training.data.tasks import make_examples
 from condense.training.preflight import check_run
@@ -93,7 +94,9 @@ class Healing(Study[Run]):
         files = [path for pattern in patterns for path in source_files(Source(files=pattern))]
         texts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
         model = {name: described[name] for name in ("name", "parameters", "weights", SETTINGS_OF_SOURCE)}
-        return stored(self.options) | {"model": model, "texts": texts, "dtype": DTYPE}
+        sink = self._memory("0")["sink_token_id"]
+        found = stored(self.options) | {"model": model, "texts": texts, "dtype": DTYPE}
+        return found if sink is None else found | {"sink_token_id": sink}
 
     def items(self) -> list[Run]:
         found = []
@@ -114,14 +117,16 @@ class Healing(Study[Run]):
         key: Key = {"method": item.method, "segment_length": item.segment_length, "seed": item.seed}
         return key if item.share == "1" else key | {"share": item.share}
 
+    def _memory(self, share: str) -> dict[str, Any]:
+        return {"memory_share": parse_share(share), "sink_token_id": parse_sink(self.options.sink_token_id)}
+
     def recipe(self, item: Run) -> Recipe:
         """Returns the recipe of a run, which `condense train` could also run."""
         options, steps = self.options, self.options.steps
         is_stock, is_lora = item.method in ("stock", TEACHER), item.method == "lora"
         model: dict[str, Any] = {"kind": "stock"}
         if not is_stock:
-            share = None if item.share == "1" else parse_share(item.share)
-            model = {"kind": "condense", "segment_length": item.segment_length, "memory_share": share}
+            model = {"kind": "condense", "segment_length": item.segment_length, **self._memory(item.share)}
         prepared = self.output / "prepared"
         evaluation: dict[str, Any] = {"every": max(1, steps // VALIDATIONS), "sequences": options.sequences}
         data: dict[str, Any] = {"task": "samples", "prepared": prepared}
@@ -147,8 +152,7 @@ class Healing(Study[Run]):
             stock = placed(loading.load_model(stock_class(config), self.options.model, dtype=torch.float32))
             return {"curve": [{"step": 0, "loss": mean_loss(stock, self.held_out)}]}
         if not item.is_trained:
-            fields = {"segment_length": item.segment_length, "memory_source": "layer_input", "dtype": torch.float32}
-            model = placed(loading.load_model(CondenseForCausalLM, self.options.model, **fields))
+            model = placed(self._folded(self.options.model, item, self._memory("0")))
             curve = [{"step": 0, "loss": mean_loss(model, self.held_out)}]
             return {"curve": curve, "memory": memory_worth(model, self.held_out, item.segment_length)}
         return super().measure(item)
@@ -160,10 +164,13 @@ class Healing(Study[Run]):
 
     def _trained(self, item: Run, recipe: Recipe) -> Any:
         source = self.options.model if item.method == "lora" else recipe.output
-        fields = {"segment_length": item.segment_length, "memory_share": parse_share(item.share)}
-        model = loading.load_model(CondenseForCausalLM, source, dtype=torch.float32, **fields)
-        model = merge_adapters(model, recipe.output) if item.method == "lora" else model
-        return placed(model)
+        model = self._folded(source, item, self._memory(item.share))
+        return placed(merge_adapters(model, recipe.output) if item.method == "lora" else model)
+
+    def _folded(self, source: Any, item: Run, memory: dict[str, Any]) -> Any:
+        fields = {"dtype": torch.float32, "segment_length": item.segment_length, **memory}
+        with without_notices():
+            return loading.load_model(CondenseForCausalLM, source, **fields)
 
     @cached_property
     def held_out(self) -> list[torch.Tensor]:

@@ -32,7 +32,16 @@ from ..results import Table, picture
 from ..results_store import Record
 from ..runner import Results
 from ..study.study import Study, select
-from ..study.training import DTYPE, annealed, fingerprint, inputs_folder, make_once, placed, study_recipe
+from ..study.training import (
+    DTYPE,
+    PAPERS_MEMORY,
+    annealed,
+    fingerprint,
+    inputs_folder,
+    make_once,
+    placed,
+    study_recipe,
+)
 from .options import INGREDIENTS, TOTAL_LENGTH, IngredientOptions
 from .positions import PositionsForCausalLM, without_rotary
 
@@ -162,7 +171,7 @@ class Ingredients(Study[Trained]):
         steps = round(options.steps * ingredient.steps)
         model: dict[str, Any] = {"source": str(self.start(item)), "kind": ingredient.model}
         if ingredient.model == "condense":
-            model["segment_length"] = options.segment_length
+            model |= {"segment_length": options.segment_length, **PAPERS_MEMORY}
         fields: dict[str, Any] = {}
         if ingredient.jitter is not None:
             fields["objective"] = {"kind": "duration_jitter", "jitter": ingredient.jitter}

@@ -37,6 +37,7 @@ from ..runner import Results
 from ..study.study import Study, select
 from ..study.training import (
     DTYPE,
+    PAPERS_MEMORY,
     annealed,
     inputs_folder,
     make_once,
@@ -185,7 +186,7 @@ class Memory(Study[Trained]):
             model.load_state_dict(LlamaForCausalLM.from_pretrained(first).state_dict())
         else:
             model = CondenseForCausalLM.from_pretrained(
-                first, segment_length=self.options.segment_length, memory_source="layer_input"
+                first, segment_length=self.options.segment_length, memory_source="layer_input", sink_token_id=None
             )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -203,7 +204,7 @@ class Memory(Study[Trained]):
     def recipe(self, item: Trained) -> Recipe:
         """Returns the recipe of a model, which `condense train` could also run."""
         memory = item.memory
-        model: dict[str, Any] = {"kind": "condense", "segment_length": self.options.segment_length}
+        model: dict[str, Any] = {"kind": "condense", "segment_length": self.options.segment_length, **PAPERS_MEMORY}
         if memory in ("sliding_window", "full_attention"):
             model = {"kind": "stock"}
         elif memory.startswith("folded_"):

@@ -22,6 +22,7 @@ from condense.training.recipe import Recipe
 from condense.training.train import train
 
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
+PAPERS_MEMORY = {"memory_share": 1.0, "sink_token_id": None}  # for models that learn to use it from random weights
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

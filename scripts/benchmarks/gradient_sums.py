@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM, modeling
 from condense.eval.results import Table, hardware
+from condense.eval.study.training import PAPERS_MEMORY
 from condense.files import read_text
 
 SEGMENT_LENGTH = 16
@@ -35,7 +36,7 @@ def gradients(model: CondenseForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 def errors(model: str, ids: torch.Tensor, options: dict) -> list[float]:
     """Returns the error of autograd's sums, and of sums in float32."""
-    options_of_all = {"segment_length": SEGMENT_LENGTH, "attn_implementation": "sdpa"}
+    options_of_all = {"segment_length": SEGMENT_LENGTH, "attn_implementation": "sdpa", **PAPERS_MEMORY}
     rounded = CondenseForCausalLM.from_pretrained(model, dtype=torch.bfloat16, **options_of_all)
     exact = CondenseForCausalLM.from_pretrained(model, dtype=torch.float64, **options_of_all)
     exact.load_state_dict(rounded.state_dict())

@@ -37,6 +37,7 @@ def tiny_config(**fields) -> CondenseConfig:
     return CondenseConfig(**fields, attn_implementation=attention)
 
 
+PAPERS_MEMORY = {"memory_share": 1.0, "sink_token_id": None}  # not what a stock checkpoint gets by default
 MEMORIES = {  # what a layer stores of a segment, in models of three layers
     "output": {},
     "input": {"memory_source": "layer_input"},
@@ -62,9 +63,9 @@ def vary(model):
 
 
 def both(llama):
-    """A stored Llama as it is, and folded."""
+    """A stored Llama as it is, and folded with the paper's memory."""
     stock = LlamaForCausalLM.from_pretrained(llama, attn_implementation="sdpa")
-    return stock, CondenseForCausalLM.from_pretrained(llama, segment_length=64)
+    return stock, CondenseForCausalLM.from_pretrained(llama, segment_length=64, **PAPERS_MEMORY)
 
 
 def in_float64(stock):

@@ -46,7 +46,9 @@ def test_a_round_trip_keeps_the_logits(variant, tmp_path):
     short.save_pretrained(tmp_path / "folded")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "folded")
     assert type(again) is CondenseForCausalLM and again.config.segment_length == 6
-    assert torch.equal(again(ids).logits, short(ids).logits)
+    torch.testing.assert_close(again.state_dict(), short.state_dict(), atol=0, rtol=0)
+    # The sink is a single row, whose products are rounded as the alignment of the weights has it.
+    torch.testing.assert_close(again(ids).logits, short(ids).logits, atol=1e-4, rtol=1e-4)
 
     to_stock(again).save_pretrained(tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"

@@ -66,7 +66,7 @@ def random_ids(length, vocab_size=320):
 
 @pytest.mark.parametrize("quantization", [None, "Q8_0", "Q4_0", "Q5_0"])
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_weights_are_those_that_gguf_dequantizes(arch, quantization, written):
+def test_weights_are_those_that_gguf_dequantizes(arch, quantization, written, said):
     """A text of a segment then has the stock model's logits, bit by bit."""
     model = stock_model(FAMILIES[arch], **({"head_dim": 16} if arch == "qwen2" else {}))
     expected = {}
@@ -77,6 +77,8 @@ def test_weights_are_those_that_gguf_dequantizes(arch, quantization, written):
         expected[name] = weight
     path = written(model, quantization, arch=arch)
     folded = CondenseForCausalLM.from_pretrained(path.parent, gguf_file=path.name, segment_length=40)
+    assert folded.config.memory_share == 0.2 and folded.config.folded_weights
+    assert any(f"'{path}' is folded with memory_share=0.2 and sink_token_id=" in line for line in said())
     torch.testing.assert_close(dict(folded.state_dict()), expected, atol=0, rtol=0)
     assert folded.dtype == torch.float32 and folded.config.family == arch and folded.config.segment_length == 40
     model.load_state_dict(expected)

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import condense.cli
 from condense import CondenseForCausalLM
 from condense.cache_argument import CACHE
+from tests.condense.models import PAPERS_MEMORY
 
 
 def command(*words):
@@ -19,8 +20,8 @@ def command(*words):
 
 
 def save_folded(stock, folder, segment_length):
-    """Writes a checkpoint folded without training, with its tokenizer, and returns its folder."""
-    CondenseForCausalLM.from_pretrained(stock, segment_length=segment_length).save_pretrained(folder)
+    """Writes a checkpoint folded without training into the paper's model, with its tokenizer; returns its folder."""
+    CondenseForCausalLM.from_pretrained(stock, segment_length=segment_length, **PAPERS_MEMORY).save_pretrained(folder)
     AutoTokenizer.from_pretrained(stock).save_pretrained(folder)
     return folder
 

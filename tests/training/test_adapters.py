@@ -116,14 +116,31 @@ def test_the_merged_model_has_the_memory_of_the_training(recipe, finished, tmp_p
     config = CondenseConfig.from_pretrained(tmp_path / "merged")
     assert (config.segment_length, config.memory_share, config.memory_source) == expected
     memory = {"segment_length": 24, "memory_share": 0.2, "sink_token_id": 3}
-    assert trained_memory(adapters / "checkpoint-3") == memory and config.sink_token_id == 3
+    assert trained_memory(adapters / "checkpoint-3", str(stock)) == memory and config.sink_token_id == 3
     convert(stock, tmp_path / "merged-stock", "--merge", adapters, "--to", "stock")
 
 
+@pytest.mark.parametrize(
+    ("stored", "of_stock", "of_folded"),
+    [
+        ({}, {"memory_share": 1.0, "sink_token_id": None}, {}),  # of a former version
+        ({"memory_share": 0.2}, {"memory_share": 0.2, "sink_token_id": None}, {"memory_share": 0.2}),
+        ({"sink_token_id": "auto"}, {}, {}),
+        ({"sink_token_id": "none"}, {"sink_token_id": None}, {"sink_token_id": None}),
+        ({"sink_token_id": 3}, {"sink_token_id": 3}, {"sink_token_id": 3}),
+        ({"kind": "stock"}, {}, {}),
+    ],
+)
+def test_adapters_of_former_versions_know_no_sink(llama, folded, tmp_path, stored, of_stock, of_folded):
+    (tmp_path / "recipe.json").write_text(json.dumps({"model": {"source": "elsewhere", **stored}}))
+    assert trained_memory(tmp_path, str(llama)) == of_stock
+    assert trained_memory(tmp_path, str(folded)) == of_folded
+
+
 @pytest.mark.parametrize("text", ['{"rate": 1}', '{"model": "llama"}', "[]", "{", '{"model": {"segment_length": "x"}}'])
-def test_a_recipe_of_another_program_says_nothing_of_memories(tmp_path, text):
+def test_a_recipe_of_another_program_says_nothing_of_memories(llama, tmp_path, text):
     (tmp_path / "recipe.json").write_text(text)
-    assert trained_memory(tmp_path) == {}
+    assert trained_memory(tmp_path, str(llama)) == {}
 
 
 def test_a_teacher_shares_the_frozen_weights(recipe):

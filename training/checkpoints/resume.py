@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from condense.adapters import check_adapters
+from condense.adapters import check_adapters, with_former_memory
 
 from ..output_lock import was_finished
 from ..recipe import MAY_CHANGE_FROM_HERE, DigitsData, DocumentData, Evaluation, GeneratedData, Recipe, Stage
+from ..recipe.models import CondenseModel
 from ..recipe.section import Section, may_change
 from .complete import check, newest_checkpoint
 from .contents import contents
@@ -134,7 +135,10 @@ def other_order(checkpoint: Path, recipe: Recipe) -> str | None:
 
 
 def _stored_recipe(marker: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    return with_defaults(marker["recipe"], recipe)
+    stored = marker["recipe"]
+    if isinstance(recipe.model, CondenseModel):
+        stored = stored | {"model": with_former_memory(stored["model"], recipe.model.source)}
+    return with_defaults(stored, recipe)
 
 
 def _same_until(step: int, before: list[dict] | None, now: list[dict] | None) -> bool:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from condense import CondenseForCausalLM, loading, to_stock
 from condense.generation import RefuseNonFiniteLogits
+from condense.notices import without_notices
 from condense.progress import ProgressBar
 
 from ..checkpoints.contents import contents_of
@@ -76,9 +77,10 @@ def stock_model(source: str) -> Any:
 
     It writes by its own distribution, without the checkpoint's settings of `generate`, such as penalties.
     """
-    # A stock model has no segments; those of one token fit every sliding window.
-    check_writer(loading.load_config(CondenseForCausalLM.config_class, source, segment_length=1), source)
-    model = to_stock(loading.load_model(CondenseForCausalLM, source, dtype="auto", segment_length=1))
+    with without_notices():
+        # A stock model has no segments; those of one token fit every sliding window.
+        check_writer(loading.load_config(CondenseForCausalLM.config_class, source, segment_length=1), source)
+        model = to_stock(loading.load_model(CondenseForCausalLM, source, dtype="auto", segment_length=1))
     model.generation_config = GenerationConfig()
     return model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
 

@@ -3,16 +3,13 @@
 A new kind is a subclass of `ModelKind`, registered with `@MODELS.register`.
 """
 
-import os
-import sys
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cache
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from condense import CondenseConfig, CondenseForCausalLM, laboratories, loading
@@ -21,6 +18,7 @@ from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCH
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.families import FAMILIES
 from condense.loss import max_tokens
+from condense.notices import say_once, without_notices
 
 from .section import MAY_CHANGE, Registry, Section, one_of
 
@@ -105,12 +103,6 @@ def check_not_prepared(source: str) -> PreTrainedConfig:
     return config
 
 
-@cache
-def _say_once(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(message, file=sys.stderr, flush=True)
-
-
 def with_head_dim(config: Any) -> Any:
     """Returns the configuration with the width of a head, which a Qwen2's may lack."""
     if not hasattr(config, "head_dim"):
@@ -135,6 +127,14 @@ MODELS = Registry[ModelKind](default="condense", elsewhere=laboratories.MODEL_KI
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+def _read_sink(value: Any) -> Any:
+    if value in (None, "none"):
+        return "none"  # which a resolved recipe shows
+    if value == "auto" or (isinstance(value, int) and value >= 0):
+        return value
+    raise ValueError("pass the id of a token, null for no sink, or auto")
+
+
 @MODELS.register
 class CondenseModel(ModelKind):
     """A folded model; `source` has a folded one, or a stock one of a family that condense folds."""
@@ -142,7 +142,14 @@ class CondenseModel(ModelKind):
     kind: Literal["condense"] = "condense"
     segment_length: int | None = Field(None, ge=1, description="None: the model's own")
     memory_share: Share | list[Share] | None = Field(
-        None, description="of a layer's output in its memory, one for all layers or each; None: the model's own"
+        None,
+        description="of a layer's output in its memory, one for all layers or each; None: the model's own, and 0.2 for "
+        "a stock one",
+    )
+    sink_token_id: Annotated[int | Literal["auto", "none"], BeforeValidator(_read_sink)] = Field(
+        "auto",
+        description="the token of the attention sink; none (or null): no sink; auto: the model's own, and for a stock "
+        "one the token that begins its texts",
     )
     bptt_segments: int | None = Field(None, ge=1, description="segments that a gradient crosses; None: all")
     schedule: Annotated[str, one_of(SCHEDULES), MAY_CHANGE] = Field("auto", description="order of layers and segments")
@@ -157,25 +164,33 @@ class CondenseModel(ModelKind):
     attention_implementations = ATTENTION_IMPLEMENTATIONS
 
     def load_config(self) -> CondenseConfig:
-        config = check_not_prepared(self.source)
-        for name in ("segment_length", "memory_share"):
-            own, given = getattr(config, name, None), getattr(self, name)
-            if own is not None and given not in (None, own):
-                _say_once(
-                    f"model.{name}={given} replaces the {own} that the folded checkpoint {self.source} has; "
-                    f"model.{name}=null keeps it"
+        config, given = check_not_prepared(self.source), self._given()
+        if (sink := given.get("sink_token_id")) is not None and sink >= getattr(config, "vocab_size", sink + 1):
+            raise ValueError(
+                f"model.sink_token_id={sink} is not a token of the vocabulary of {config.vocab_size} that "
+                f"model={self.source!r} has: set one of these, or null for no sink."
+            )
+        for name, default in {"segment_length": "null", "memory_share": "null", "sink_token_id": "auto"}.items():
+            if name in given and (own := getattr(config, name, None)) not in (None, given[name]):
+                say_once(
+                    f"model.{name}={getattr(self, name)} replaces the {own} that the folded checkpoint {self.source} "
+                    f"has; model.{name}={default} keeps it"
                 )
         return loading.load_config(CondenseConfig, self.source, **self._given())
 
     def load(self, attention: str, attention_dropout: float, **options: Any) -> CondenseForCausalLM:
-        model = self._load(CondenseForCausalLM, attention, attention_dropout, **self._given(), **options)
+        with without_notices():  # it is to be trained
+            model = self._load(CondenseForCausalLM, attention, attention_dropout, **self._given(), **options)
         model.logits_in_evaluation = False  # validation reads losses only
         return model
 
     def _given(self) -> dict[str, Any]:
         """Returns the fields of the configuration that the recipe sets."""
         names = ("segment_length", "memory_share", "bptt_segments")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        found: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.sink_token_id != "auto":
+            found["sink_token_id"] = None if self.sink_token_id == "none" else self.sink_token_id
+        return found
 
     def run_configuration(self) -> dict[str, Any]:
         return {"schedule": self.schedule}

@@ -13,7 +13,7 @@ from condense.eval.healing.study import Healing, Run, memory_worth, tokens_to_ba
 from condense.eval.runner import run
 from condense.training.small_llama import save_small_llama
 
-from ...condense.models import tiny_model
+from ...condense.models import PAPERS_MEMORY, tiny_model
 from ...refusals import assert_refused
 from ..studies import run_study, stored_tables
 
@@ -63,7 +63,8 @@ def test_every_method_is_trained_from_the_same_checkpoint(start, studied):
         ("stock", 0, 1), ("full", 4, 1), ("distill", 4, 1), ("lora", 4, 1),
     ]  # fmt: skip
     stock_loss = loss_of(LlamaForCausalLM.from_pretrained(start), task.held_out)
-    cost = loss_of(CondenseForCausalLM.from_pretrained(start, segment_length=4), task.held_out) - stock_loss
+    folded = CondenseForCausalLM.from_pretrained(start, segment_length=4, **PAPERS_MEMORY)
+    cost = loss_of(folded, task.held_out) - stock_loss
     assert len(results["runs"]) == 9 and results["stock_loss"] == pytest.approx(stock_loss, rel=1e-4)
     assert cost > 0.01
     for found in results["runs"]:
@@ -118,7 +119,7 @@ def test_shares_of_the_output_in_the_memory(start, tmp_path):
     assert results["runs"][0]["losses"] == [pytest.approx(stock, rel=1e-5)] and len(results["tokens"]) > 1
     costs = []
     for share in (1.0, 0.0, [1.0, 0.0]):
-        model = CondenseForCausalLM.from_pretrained(start, segment_length=4, memory_share=share)
+        model = CondenseForCausalLM.from_pretrained(start, segment_length=4, memory_share=share, sink_token_id=None)
         costs.append(loss_of(model, task.held_out) - stock)
     assert [one["cost"] for one in found] == pytest.approx(costs, abs=1e-4)
     assert [one["won_back"][0] for one in found] == pytest.approx([1 - cost / costs[0] for cost in costs], abs=1e-3)

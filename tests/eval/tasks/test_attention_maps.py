@@ -341,7 +341,8 @@ def test_a_window_that_hides_earlier_text_is_refused():
 def test_on_a_real_model(stories, novel):
     """Layer 0 of a Llama has the same keys and queries folded and stock, if the memory is the layer's input."""
     ids = read_texts(load_evaluated(str(stories)).tokenizer, [str(novel)], 200)[0]
-    folded = CondenseForCausalLM.from_pretrained(stories, segment_length=64, memory_source="layer_input").eval()
+    memory = {"memory_source": "layer_input", "sink_token_id": None}
+    folded = CondenseForCausalLM.from_pretrained(stories, segment_length=64, **memory).eval()
     stock = LlamaForCausalLM.from_pretrained(stories).eval()
     ours, own = (queries_and_keys(model, ids[:192], 64, [0], [2])[0, 2] for model in (folded, stock))
     torch.testing.assert_close(scores(*ours), scores(*own)[:, :, 64:], rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,28 @@ def test_keys_that_a_former_version_did_not_have_are_at_their_defaults(tmp_path,
     monkeypatch.chdir(tmp_path)
     checkpoint = write_former(tmp_path, name)
     assert find_checkpoint(Recipe(**FORMER[name]["given"])) == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "refused"),
+    [
+        ("folded", {}, None),
+        ("folded", {"sink_token_id": 3}, r"model\.sink_token_id was 'auto' and is 3"),
+        ("llama", {"memory_share": 1.0, "sink_token_id": None}, None),
+        ("llama", {"memory_share": 1.0}, r"model\.sink_token_id was 'none' and is 'auto'"),
+        ("llama", {"sink_token_id": None}, r"model\.memory_share was 1\.0 and is None"),
+    ],
+)
+def test_a_run_of_a_former_version_keeps_its_memory(tmp_path, monkeypatch, request, source, given, refused):
+    """It folded a stock checkpoint with share 1 and without a sink, where today's defaults are others."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint, folder = write_former(tmp_path, "text"), str(request.getfixturevalue(source))
+    marker = json.loads((checkpoint / MARKER).read_text())
+    marker["recipe"]["model"]["source"] = folder
+    (checkpoint / MARKER).write_text(json.dumps(marker))
+    recipe = Recipe(**FORMER["text"]["given"] | {"model": {"source": folder, **given}})
+    with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+        assert find_checkpoint(recipe) == checkpoint
 
 
 def test_a_key_of_any_section_may_be_new(tmp_path, monkeypatch):

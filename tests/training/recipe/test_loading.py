@@ -4,13 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from condense import CondenseConfig
+from condense.training.presets import recipe_names
 from condense.training.recipe import load_recipe, models
 from condense.training.recipe.schema import Checkpoints
 
 pytestmark = pytest.mark.unit
 
+FROM_FOLDED = (
+    "depth_finetune_tiny", "facts", "passkey_finetune_1b", "passkey_finetune_1b_tiny", "passkey_quickstart", "recall",
+    "summarize_finetune_a", "summarize_finetune_a_tiny", "summarize_finetune_b", "summarize_finetune_b_tiny",
+)  # fmt: skip
 RECIPE = """
 model: {source: m, segment_length: 64}
 output: o
@@ -162,7 +168,7 @@ def test_a_share_that_is_none(share, message, tmp_path):
         load_recipe(tmp_path / "recipe.yaml", [f"model.memory_share={share}"])
 
 
-def test_a_folded_model_whose_segments_the_recipe_would_change(tmp_path, capsys):
+def test_a_folded_model_whose_segments_the_recipe_would_change(tmp_path, said):
     """The recipe's length was written for its own model: with another one it has to be said again."""
     CondenseConfig(segment_length=16, num_hidden_layers=1).save_pretrained(tmp_path / "folded")
     path, folded = tmp_path / "recipe.yaml", tmp_path / "folded"
@@ -171,30 +177,84 @@ def test_a_folded_model_whose_segments_the_recipe_would_change(tmp_path, capsys)
         with pytest.raises(ValueError, match=r"segments of 16 tokens.* model.segment_length=64 for another model: add"):
             load_recipe(path, [override])
     assert load_recipe(path, [f"model={folded}", "model.segment_length=null"]).model.load_config().segment_length == 16
-    assert capsys.readouterr().err == ""
-    said = f"model.segment_length=64 replaces the 16 that the folded checkpoint {folded} has"
+    assert not said()
+    line = f"model.segment_length=64 replaces the 16 that the folded checkpoint {folded} has"
     for overrides in (
         [f"model={folded}", "model.segment_length=64"],
         [f"model={{source: {folded}, segment_length: 64}}"],
     ):
-        models._say_once.cache_clear()
+        said.clear()
         model = load_recipe(path, overrides).model
         assert model.load_config().segment_length == model.load_config().segment_length == 64
-        assert capsys.readouterr().err.count(said) == 1
+        assert len(said()) == 1 and line in said()[0]
     path.write_text(RECIPE.replace("source: m", f"source: {folded}"))  # written by the user
-    models._say_once.cache_clear()
-    assert load_recipe(path).model.load_config().segment_length == 64 and said in capsys.readouterr().err
+    said.clear()
+    assert load_recipe(path).model.load_config().segment_length == 64 and line in said()[0]
+    said.clear()
     path.write_text(RECIPE.replace("segment_length: 64", "segment_length: 16"))
     assert load_recipe(path, [f"model={folded}"]).model.load_config().segment_length == 16
-    assert capsys.readouterr().err == ""
+    assert not said()
 
 
-def test_a_share_that_replaces_a_folded_models_own_is_said(tmp_path, capsys):
-    CondenseConfig(segment_length=64, num_hidden_layers=2, memory_share=[1, 0]).save_pretrained(tmp_path / "folded")
+@pytest.mark.parametrize(
+    ("fields", "given", "line"),
+    [
+        ({"memory_share": [1, 0]}, "memory_share=0.2", "memory_share=0.2 replaces the [1, 0] that the folded"),
+        ({"memory_share": [1, 0]}, "memory_share=[1.0, 0.0]", None),
+        ({"memory_share": [1, 0]}, "memory_share=null", None),
+        ({"sink_token_id": 3}, "sink_token_id=null", "sink_token_id=none replaces the 3 that the folded"),
+        ({"sink_token_id": 3}, "sink_token_id=none", "sink_token_id=none replaces the 3 that the folded"),
+        ({"sink_token_id": 3}, "sink_token_id=4", "sink_token_id=4 replaces the 3 that the folded"),
+        ({"sink_token_id": 3}, "sink_token_id=3", None),
+        ({"sink_token_id": 3}, "sink_token_id=auto", None),
+        ({}, "sink_token_id=4", None),
+    ],
+)
+def test_a_memory_that_replaces_a_folded_models_own_is_said(tmp_path, said, fields, given, line):
+    CondenseConfig(segment_length=64, num_hidden_layers=2, **fields).save_pretrained(tmp_path / "folded")
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    for share, replaced in (("0.2", True), ("[1.0, 0.0]", False), ("null", False)):
-        models._say_once.cache_clear()
-        load_recipe(path, [f"model={tmp_path / 'folded'}", f"model.memory_share={share}"]).model.load_config()
-        said = "model.memory_share=0.2 replaces the [1, 0] that the folded checkpoint"
-        assert (said in capsys.readouterr().err) == replaced
+    load_recipe(path, [f"model={tmp_path / 'folded'}", f"model.{given}"]).model.load_config()
+    assert [line for line in said() if "replaces" in line] == said() and len(said()) == (line is not None)
+    assert line is None or line in said()[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "sink", "shown"),
+    [("null", None, "none"), ("none", None, "none"), ("0", 0, 0), ("7", 7, 7), ("auto", 5, "auto")],
+)
+def test_the_sink_of_a_stock_model(path, tmp_path, value, sink, shown):
+    """`shown` is what a resolved recipe and the file of a run say."""
+    LlamaConfig(vocab_size=61, bos_token_id=5, pad_token_id=0).save_pretrained(tmp_path / "llama")
+    model = load_recipe(path, [f"model={tmp_path / 'llama'}", f"model.sink_token_id={value}"]).model
+    assert model.load_config().sink_token_id == sink and model.model_dump()["sink_token_id"] == shown
+    assert load_recipe(path, [f"model={tmp_path / 'llama'}"]).model.load_config().sink_token_id == 5
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "true", "bos"])
+def test_a_sink_that_is_none(path, value):
+    with pytest.raises(
+        ValueError, match=rf"recipe {path}:\n  model.sink_token_id=.*: pass the id of a token, null for"
+    ):
+        load_recipe(path, [f"model.sink_token_id={value}"])
+
+
+def test_a_sink_outside_the_vocabulary(path, tmp_path):
+    LlamaConfig(vocab_size=61, pad_token_id=0).save_pretrained(tmp_path / "llama")
+    model = load_recipe(path, [f"model={tmp_path / 'llama'}", "model.sink_token_id=61"]).model
+    with pytest.raises(
+        ValueError, match=r"^model\.sink_token_id=61 is not a token of the vocabulary of 61 that model="
+    ):
+        model.load_config()
+
+
+def test_which_recipes_have_the_papers_memory():
+    """All but those that fold a checkpoint of the user's, and those that start from a folded one."""
+    for name in recipe_names():
+        model = load_recipe(name).model
+        if model.kind != "condense":
+            continue
+        is_folded = name in FROM_FOLDED
+        assert (model.memory_share, model.sink_token_id) == (
+            (None, "auto") if is_folded or name in ("heal", "heal_tiny", "text") else (1.0, "none")
+        ), name

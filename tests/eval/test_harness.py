@@ -32,6 +32,7 @@ from condense import CondenseForCausalLM
 from condense.eval.harness import CondenseLM, StockLM
 from condense.training.small_llama import small_llama, word_tokenizer
 
+from ..condense.models import in_float64
 from ..refusals import assert_refused
 from .measuring import save_folded
 
@@ -161,6 +162,7 @@ def test_generation_goes_on_from_the_whole_prompt(folders, written, batch_size):
 @pytest.mark.parametrize("max_length", [16, 1000])
 def test_texts_within_a_segment_get_what_hf_gives_the_stock_model(folders, pairs, max_length):
     stock = HFLM(str(folders / "llama"), device="cpu", batch_size=4, max_length=max_length)
+    in_float64(stock.model)
     folded = load(folders / "wide", 4, max_length=max_length)
     short = [pair for pair in pairs if len(pair[1].split()) <= max_length]
     assert any(len(context.split()) > 16 for context, _ in short)

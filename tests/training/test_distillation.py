@@ -21,7 +21,7 @@ from condense.training.recipe.models import CondenseModel
 from condense.training.small_llama import save_small_llama
 from condense.training.train import train
 
-from ..condense.models import padded_batch, random_ids, tiny_model
+from ..condense.models import in_float64, padded_batch, random_ids, tiny_model
 from .recipes import text_data, write_digits, write_recipe
 from .runs import copy_checkpoint, log_lines, logged, run, same_weights
 
@@ -87,6 +87,7 @@ def test_losses_and_gradients_follow_the_formula(weight, temperature, hidden_wei
 def test_within_one_segment_there_is_nothing_to_learn():
     model, ids = tiny_model(segment_length=13).train(), random_ids(2, 13)
     objective = prepared(model, hidden_weight=1.0)
+    in_float64(objective._teacher)
     found = objective.losses(model, {"input_ids": ids, "labels": ids}, 24)
     found.loss.backward()
     assert abs(found.loss.item()) < 1e-12

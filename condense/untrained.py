@@ -14,8 +14,8 @@ from .notices import say_once
 
 SAMPLES = 64  # values of each weight in the fingerprint
 COST_OF_SHARE_1 = (  # docs/sinks.md
-    " With memory_share=1, SmolLM2-135M in segments of 256 costs 0.92 nats a token above full attention with a sink and "
-    "1.40 without, and diverges after about eight segments: memory_share=0.2 is the default."
+    " With memory_share=1, SmolLM2-135M in segments of 256 costs 0.92 nats a token above full attention with a sink "
+    "and 1.40 without, and diverges after about eight segments: memory_share=0.2 is the default."
 )
 
 

@@ -8,6 +8,7 @@ from condense.memory_share import parse_share, parse_sink
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 
+AUTO = "auto"  # the sink that folding takes where none is given
 TEACHER = "teacher"  # the untrained stock model, which is always measured
 UNTRAINED = "transformer_xl"  # the stock model's weights, with memories of each layer's input
 # The trained model and its objective.
@@ -59,11 +60,10 @@ class HealingOptions(Options):
     sink_token_id: Annotated[
         str,
         Option(
-            "Token of the attention sink of folded models: its id, or none. Real checkpoints want one, their "
-            "bos_token_id; toys none.",
+            "Token of the attention sink of folded models: its id, none, or auto, the bos_token_id. Toys want none.",
             may_change=True,  # without a sink the settings are those of earlier versions
         ),
-    ] = "none"
+    ] = AUTO
     total_length: Annotated[int, Option("Tokens per text.", flags=("--length",), min=2)] = 512
     batch: Annotated[int, Option("Texts per optimizer step.", min=1)] = 16
     steps: Annotated[int, Option("Optimizer steps.", min=2)] = 256
@@ -81,7 +81,8 @@ class HealingOptions(Options):
             raise ValueError(f"methods={list(self.methods)}: name one that trains a folded model.")
         if len({str(parse_share(share)) for share in self.shares}) < len(self.shares):
             raise ValueError(f"shares={list(self.shares)}: name each once.")
-        parse_sink(self.sink_token_id)
+        if self.sink_token_id != AUTO:
+            parse_sink(self.sink_token_id)
         if "1" not in self.shares:
             raise ValueError(f"shares={list(self.shares)}: add 1, the fold whose cost is to be won back.")
         if longest := [length for length in self.segment_lengths if 3 * length >= self.total_length]:

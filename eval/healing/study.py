@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense import CondenseForCausalLM, loading
+from condense import CondenseConfig, CondenseForCausalLM, loading
 from condense.adapters import merge_adapters
 from condense.checks import check_full_attention
 from condense.memory_share import parse_share, parse_sink
@@ -39,7 +39,7 @@ from ..study.study import Study, select
 from ..study.training import DTYPE, annealed, placed, study_recipe
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
-from .options import METHODS, TEACHER, UNTRAINED, HealingOptions
+from .options import AUTO, METHODS, TEACHER, UNTRAINED, HealingOptions
 
 ARMS = {TEACHER: "stock model, not trained", **METHODS}
 DISTILLED = ("distill", "lora")
@@ -94,9 +94,8 @@ class Healing(Study[Run]):
         files = [path for pattern in patterns for path in source_files(Source(files=pattern))]
         texts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
         model = {name: described[name] for name in ("name", "parameters", "weights", SETTINGS_OF_SOURCE)}
-        sink = self._memory("0")["sink_token_id"]
         found = stored(self.options) | {"model": model, "texts": texts, "dtype": DTYPE}
-        return found if sink is None else found | {"sink_token_id": sink}
+        return found if self._sink is None else found | {"sink_token_id": self._sink}
 
     def items(self) -> list[Run]:
         found = []
@@ -118,7 +117,16 @@ class Healing(Study[Run]):
         return key if item.share == "1" else key | {"share": item.share}
 
     def _memory(self, share: str) -> dict[str, Any]:
-        return {"memory_share": parse_share(share), "sink_token_id": parse_sink(self.options.sink_token_id)}
+        return {"memory_share": parse_share(share), "sink_token_id": self._sink}
+
+    @cached_property
+    def _sink(self) -> int | None:
+        """Returns the token of the folded models' sink."""
+        if self.options.sink_token_id != AUTO:
+            return parse_sink(self.options.sink_token_id)
+        with without_notices():
+            length = self.options.segment_lengths[0]
+            return loading.load_config(CondenseConfig, self.options.model, segment_length=length).sink_token_id
 
     def recipe(self, item: Run) -> Recipe:
         """Returns the recipe of a run, which `condense train` could also run."""

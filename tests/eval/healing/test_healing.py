@@ -1,5 +1,7 @@
 """The study of healing, with the real trainer on a tiny Llama: its runs, what it wins back, and the worth of memory."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,10 @@ from ...condense.models import PAPERS_MEMORY, tiny_model
 from ...refusals import assert_refused
 from ..studies import run_study, stored_tables
 
-SMALL = {"segment_lengths": (4,), "total_length": 17, "batch": 4, "steps": 4, "sequences": 4, "rank": 2, "seeds": 2}
+SMALL = {
+    "segment_lengths": (4,), "total_length": 17, "batch": 4, "steps": 4, "sequences": 4, "rank": 2, "seeds": 2,
+    "sink_token_id": "none",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +163,16 @@ def test_folding_that_costs_nothing(studied):
     results = task.summarise([(item, {"curve": curve, "memory": memory}) for item in task.items()]) | {"seeds": 2}
     assert results["runs"][1]["won_back"] is None
     assert Healing.tables(results)[0].rows[1][4:] == ["0.0000", "folding costs nothing", "-", "-", "-"]
+
+
+def test_folds_take_the_sink_of_their_checkpoint(start, tmp_path):
+    options = HealingOptions(**{"model": str(start), **SMALL, "sink_token_id": HealingOptions(model="").sink_token_id})
+    study = Healing(options, tmp_path)
+    first = json.loads((start / "config.json").read_text())["bos_token_id"]
+    assert study.settings()["sink_token_id"] == first
+    models = [study.recipe(item).model for item in study.items()]
+    assert {model.sink_token_id for model in models if model.kind == "condense"} == {first}
+    assert "sink_token_id" not in Healing(HealingOptions(model=str(start), **SMALL), tmp_path).settings()
 
 
 def test_what_further_segments_are_worth():

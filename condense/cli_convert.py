@@ -88,6 +88,7 @@ def convert(
     from condense.files import check_new_folder
     from condense.loading import load_config, load_model, load_tokenizer
     from condense.notices import without_notices
+    from condense.untrained import diverges
 
     check_dtype(dtype)
     check_new_folder(target)
@@ -114,7 +115,7 @@ def convert(
     _write(target, written, tokenizer, former_names_of=source if stock else None)
     form = f"a stock {family_of(config).title}" if stock else f"segments of {model.config.segment_length} tokens"
     print(f"{target}: {written.num_parameters():,} parameters, {form}{blocks.describe(written)}{cost}")
-    if not stock and from_stock and merge is None and any(model.config.memory_shares):
+    if not stock and from_stock and merge is None and any(model.config.memory_shares) and not diverges(model.config):
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
 
 

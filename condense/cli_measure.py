@@ -44,6 +44,13 @@ def measured_fields(
 
     `config` is the folded model's configuration without a choice. The fields that are `given` are kept.
     """
+    from condense.loading import is_stock
+
+    if not is_stock(source):
+        raise ValueError(
+            f"{source!r} is folded, and --measure chooses the memory of a stock checkpoint: leave it out, measure with "
+            "condense eval fold-cost, or convert it --to stock first."
+        )
     check_installed("condense convert --measure", "eval", without=SCORING)
     import torch
 

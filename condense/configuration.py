@@ -170,7 +170,7 @@ def _memory_of_stock(model_type: str, fields: Mapping[str, Any]) -> dict[str, An
     The sink is the first token of its texts, or else the one that ends them; None if it has neither.
     """
     found: dict[str, Any] = {}
-    if not {"memory_share", "memory_source"} & fields.keys():
+    if "memory_share" not in fields and fields.get("memory_source") != "layer_input":
         found["memory_share"] = STOCK_SHARE
     if "sink_token_id" not in fields:
         known = FAMILIES[model_type].config_class  # files leave its defaults out

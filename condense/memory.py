@@ -76,7 +76,7 @@ class Memory(NamedTuple):
 
 
 def _with_first(memory_RGTE: torch.Tensor, sink_RG1E: torch.Tensor, begins: Sequence[bool]) -> torch.Tensor:
-    first_RG1E = sink_RG1E.to(memory_RGTE.dtype).expand(len(memory_RGTE), -1, -1, -1)
+    first_RG1E = sink_RG1E.to(memory_RGTE.dtype).expand(memory_RGTE.shape[0], -1, -1, -1)  # symbolic in an export
     if not all(begins):
         begins_R111 = on_device(torch.tensor(begins), memory_RGTE.device)[:, None, None, None]
         first_RG1E = torch.where(begins_R111, first_RG1E, memory_RGTE[:, :, :1])

@@ -40,6 +40,8 @@ class CondensePreTrainedModel(PreTrainedModel):
         Those of a GGUF file are dequantized. A stock checkpoint gets the memory that `CondenseConfig` describes.
         """
         source = pretrained_model_name_or_path
+        if source is not None and Path(source).is_file():
+            source, options["gguf_file"] = Path(source).parent, Path(source).name
         if (file := options.pop("gguf_file", None)) is not None:
             return cls._from_gguf(source, file, *model_args, **options)
         if options.pop("output_loading_info", False):

@@ -42,6 +42,7 @@ CASES = [
     ({"attn_implementation": "eager"}, False),
     ({"attn_implementation": "auto"}, False),
     ({"memory_share": 0.3, "family": "qwen3"}, False),
+    ({"sink_token_id": 7, "memory_share": 0.2}, False),
 ]
 
 

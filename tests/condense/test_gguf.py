@@ -120,6 +120,7 @@ def test_a_base_model_and_options_of_transformers(written):
     base = CondenseModel.from_pretrained(path.parent, gguf_file=path.name, segment_length=10)
     whole = load_model(CondenseForCausalLM, path, segment_length=10, dtype="bfloat16", attn_implementation="eager")
     torch.testing.assert_close(base.state_dict(), load_model(CondenseForCausalLM, path).model.state_dict())
+    torch.testing.assert_close(base.state_dict(), CondenseModel.from_pretrained(path).state_dict())
     assert whole.dtype == torch.bfloat16 and whole.config._attn_implementation == "eager"
     config = CondenseConfig.from_pretrained(path.parent, gguf_file=path.name, segment_length=7)
     given, report = CondenseForCausalLM.from_pretrained(

@@ -38,7 +38,7 @@ def stock(tmp_path_factory):
         ({"memory_share": 1.0}, 1.0, 5),
         ({"memory_share": [1, 0]}, [1, 0], 5),
         ({"memory_source": "layer_input"}, 1.0, 5),
-        ({"memory_source": "layer_output"}, 1.0, 5),
+        ({"memory_source": "layer_output"}, 0.2, 5),
         ({"sink_token_id": None}, 0.2, None),
         ({"sink_token_id": 0}, 0.2, 0),
         (PAPERS_MEMORY, 1.0, None),
@@ -122,9 +122,10 @@ FIGURES = "costs 0.92 nats a token above full attention with a sink and 1.40 wit
 def test_share_1_is_warned_of_with_its_figure_except_in_training(stock, said):
     CondenseModel(source=str(stock), **PAPERS_MEMORY).load("auto", 0.0)
     CondenseForCausalLM.from_pretrained(stock, memory_share=[1.0, 0.0], sink_token_id=None)
+    CondenseForCausalLM.from_pretrained(stock, memory_share=0.8, sink_token_id=None)
     CondenseForCausalLM(tiny_config())
     assert not said()
-    for share in (1, [1, 1]):
+    for share in (1, [1, 1], [0.9, 1]):
         CondenseForCausalLM.from_pretrained(stock, memory_share=share, sink_token_id=5)
     (line,) = said()
     assert FIGURES in line and "its memory is not trained" in line and str(stock) in line

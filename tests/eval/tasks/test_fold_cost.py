@@ -249,8 +249,9 @@ def test_what_is_shown(measured, tmp_path):
     assert (tmp_path / "fold_cost.png").stat().st_size > 10_000
 
 
-def costs(*entries):
-    return [dict(zip(("memory", "sink", "cost", "late"), entry, strict=True)) for entry in entries]
+def costs(*entries, segments=16):
+    names, size = ("memory", "sink", "cost", "late"), {"segment_length": 256, "read": 256 * segments}
+    return [dict(zip(names, entry, strict=True)) | size for entry in entries]
 
 
 NO_MEMORY = costs((NONE, True, 0.01, 0.0), (WINDOW, True, 0.02, 9.0))  # never chosen
@@ -263,18 +264,44 @@ NO_MEMORY = costs((NONE, True, 0.01, 0.0), (WINDOW, True, 0.02, 9.0))  # never c
         ([("0.2", False, 0.3, 0), ("0.2", True, 0.2, 0), ("1", True, 0.7, 0)], ("0.2", True), "It costs least."),
         ([("0.2", False, 0.1, 0), ("0.2", True, 0.2, 0)], ("0.2", False), "It costs least."),
         # One that diverges is not taken.
-        ([("0.2", True, 0.2, 0.49), ("1", True, 0.1, 0.51)], ("0.2", True), "least of the folds that don't diverge."),
+        (
+            [("0.2", True, 0.2, 0.49), ("1", True, 0.1, 0.51)],
+            ("0.2", True),
+            "least of the folds that are known not to diverge.",
+        ),
         ([("0.2", True, 0.2, 3), ("1", True, 0.1, 7)], ("1", True), "All folds diverge"),
         # A memory that can be trained is worth up to 0.1.
         ([("0", True, 0.128, 0), ("0.2", True, 0.183, 0)], ("0.2", True), "share 0 costs 0.055 nats a token less"),
         ([("0", True, 0.1, 0), ("0.2", True, 0.21, 0)], ("0", True), "It costs least."),
         ([("0", True, 0.1, 0), ("0.2", False, 0.15, 0)], ("0", True), "It costs least."),  # of the same sink
-        ([("0", True, 0.1, 0), ("0.2", True, 0.15, 0.6)], ("0", True), "least of the folds that don't diverge."),
+        (
+            [("0", True, 0.1, 0), ("0.2", True, 0.15, 0.6)],
+            ("0", True),
+            "least of the folds that are known not to diverge.",
+        ),
     ],
 )
 def test_the_choice(entries, expected, words):
     chosen, why = choose(NO_MEMORY + costs(*entries))
     assert (chosen["memory"], chosen["sink"]) == expected and words in why
+
+
+@pytest.mark.parametrize(
+    ("share", "segments", "taken"),
+    [
+        ("1", 15, False),
+        ("1", 16, True),
+        ("0.9", 15, False),
+        ("0.8", 15, True),
+        ("1:0", 15, True),
+        ("1:0.9", 15, False),
+        ("lowest", 15, True),
+    ],
+)
+def test_a_large_share_needs_a_text_that_shows_whether_it_diverges(share, segments, taken):
+    entries = costs((share, True, 0.1, 0), ("0.2", True, 0.3, 0), segments=segments)
+    assert (choose(entries)[0]["memory"] == share) is taken
+    assert choose(entries, memory=share)[0]["memory"] == share  # a given one is kept
 
 
 def test_the_choice_keeps_what_is_given():
@@ -418,6 +445,13 @@ def test_convert_keeps_what_is_given(converted):
     assert "share 1:0:0:0:0.5" in shown[-2] and f"{cost:+.3f} nats a token" in shown[-2]
     _, config, results = converted("input", "--memory-source", "layer_input")
     assert config.memory_source == "layer_input" and {one["memory"] for one in results["costs"]} == {NONE, WINDOW, "0"}
+
+
+def test_convert_does_not_choose_another_memory_for_a_folded_model(stories, novel, tmp_path, error_line):
+    command("convert", stories, tmp_path / "folded", "--segment-length", 64, "--memory-share", 0.5)
+    line = error_line("convert", tmp_path / "folded", tmp_path / "again", novel, "--measure")
+    assert "is folded, and --measure chooses the memory of a stock checkpoint" in line
+    assert not list(tmp_path.glob("again*"))
 
 
 def test_convert_refuses_what_it_would_not_measure(folders, tmp_path, error_line):

@@ -15,6 +15,7 @@ COLORS = {
     FULL: "black", NONE: "0.5", WINDOW: "tab:purple", "0": "tab:blue", "0.1": "tab:cyan", "0.2": "tab:green",
     LOWEST: "tab:olive", "1": "tab:red",
 }  # fmt: skip
+ROUNDING = 1e-4  # nats a token, of two ways to read the same keys
 TICKS = (-0.5, -0.2, -0.1, -0.05, 0, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 OTHER_COLORS = ("tab:orange", "tab:brown", "tab:pink")  # of further shares
 NAMES = {FULL: "full attention", NONE: "no memory", WINDOW: "window of as many keys", LOWEST: "lowest layer folded"}
@@ -169,7 +170,7 @@ def _draw_costs(panel: Any, costs: Sequence[dict[str, Any]]) -> None:
     panel.set_xticks([], minor=True)
     panel.axhline(0, color=COLORS[FULL], linewidth=1)
     _set_cost_scale(panel, "y", costs)
-    if all(cost["cost"] >= 0 for cost in costs):
+    if all(cost["cost"] > -ROUNDING for cost in costs):
         panel.set_ylim(bottom=0)
     panel.set_xlabel("tokens of a segment")
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from condense import CondenseForCausalLM, to_stock
 from condense.checks import quantization_of
 
 from ..decoding import max_positions
@@ -32,6 +31,7 @@ from .fold_choice import choose, late_excess
 from .fold_shown import data_of, label_of
 from .fold_texts import long_texts, own_samples
 from .options import FoldCostOptions
+from .variants import StockInMemory
 
 DIGITS = 5  # of a stored loss
 PARTS = 16  # of a text, by position
@@ -61,7 +61,7 @@ class FoldCost(Evaluation[Reading]):
     def __init__(self, options: FoldCostOptions, models: Sequence[EvaluatedModel], texts: dict[str, Any]):
         super().__init__(options, models)
         self.texts, self.sinks = texts, check_models(models, options)
-        self._stock = dict[str, Any]()  # of the only model in memory
+        self.stock = StockInMemory()
 
     @classmethod
     def load_for(cls, options: FoldCostOptions, output: Path) -> "FoldCost":
@@ -82,14 +82,6 @@ class FoldCost(Evaluation[Reading]):
                 first = task.sinks[model.name]
                 task.texts[model.name] = own_samples(task.stock(model), model, shape, first, options.seed, output)
         return task
-
-    def stock(self, model: EvaluatedModel) -> Any:
-        """Returns the stock model of an evaluated one."""
-        if model.name not in self._stock:
-            self._stock = {}  # before the next model is loaded
-            found = model.model
-            self._stock = {model.name: to_stock(found) if isinstance(found, CondenseForCausalLM) else found}
-        return self._stock[model.name]
 
     def settings(self) -> dict[str, Any]:
         texts = {

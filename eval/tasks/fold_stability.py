@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense import CondenseForCausalLM, to_stock
-
 from ..models import EvaluatedModel
 from ..results import Table, picture
 from ..results_store import Key, Record
@@ -27,7 +25,7 @@ from .fold_cost import find_sinks
 from .fold_layers import REMEDIES, Traces, remembering
 from .fold_texts import long_texts
 from .options import FoldStabilityOptions
-from .variants import variant
+from .variants import StockInMemory, variant
 from .windows import head_losses
 
 CONTROL = "share 0"
@@ -61,7 +59,7 @@ class FoldStability(Evaluation[Arm]):
     def __init__(self, options: FoldStabilityOptions, models: Sequence[EvaluatedModel], texts: dict[str, Any]):
         super().__init__(options, models)
         self.texts, self.sinks = texts, check_models(models, options)
-        self._stock = dict[str, Any]()  # of the only model in memory
+        self.stock = StockInMemory()
 
     @classmethod
     def load(cls, options: FoldStabilityOptions) -> "FoldStability":
@@ -110,16 +108,12 @@ class FoldStability(Evaluation[Arm]):
 
     def _variant(self, item: Arm) -> Any:
         evaluated = self.model_of(item)
-        if item.model not in self._stock:
-            self._stock = {}  # before the next model is loaded
-            found = evaluated.model
-            self._stock = {item.model: to_stock(found) if isinstance(found, CondenseForCausalLM) else found}
         fields = {
             "segment_length": self.options.segment_length, "memory_source": "layer_output", "bptt_segments": None,
             "memory_share": _share(item, evaluated.config.num_hidden_layers), "sink_token_id": self.sinks[item.model],
             "schedule": "sequential",  # a segment at a time, so that traces are of whole segments
         }  # fmt: skip
-        return variant(self._stock[item.model], self.options.attention, **fields)
+        return variant(self.stock(evaluated), self.options.attention, **fields)
 
     def summarise(self, measured: Sequence[tuple[Arm, Record]]) -> dict[str, Any]:
         """Returns `arms` with their losses and excesses over share 0, `traces`, and the `sink_norms` of each model."""

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
-from condense import CondenseConfig, CondenseForCausalLM
+from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.families import check_family, folded_fields
 from condense.rotary import RotaryEmbedding
+
+from ..models import EvaluatedModel
 
 
 def variant_config(config: Any, **fields: Any) -> CondenseConfig:
@@ -35,3 +37,17 @@ def variant(model: Any, attention: str = "auto", **fields: Any) -> CondenseForCa
     made.load_state_dict(model.state_dict(), assign=True)
     made.model.rotary_emb = RotaryEmbedding(made.config).to(model.device)  # its tables are not weights
     return made.eval()
+
+
+class StockInMemory:
+    """Returns the stock model of an evaluated one, and keeps it until the next is asked for."""
+
+    def __init__(self) -> None:
+        self._kept = dict[str, Any]()
+
+    def __call__(self, evaluated: EvaluatedModel) -> Any:
+        if evaluated.name not in self._kept:
+            self._kept = {}  # before the next model is loaded
+            model = evaluated.model
+            self._kept = {evaluated.name: to_stock(model) if isinstance(model, CondenseForCausalLM) else model}
+        return self._kept[evaluated.name]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache_argument import CACHE_NAMES
 from .card import write_card
@@ -39,7 +39,12 @@ class CondensePreTrainedModel(PreTrainedModel):
         the report for the caller to check. Other libraries can't load a model that was just folded: see `source_name`.
         Those of a GGUF file are dequantized. A stock checkpoint gets the memory that `CondenseConfig` describes.
         """
-        source = pretrained_model_name_or_path
+        source, config = pretrained_model_name_or_path, options.get("config")
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, cls.config_class):
+            raise ValueError(
+                f"config is a {type(config).__name__}: leave it out, or pass a {cls.config_class.__name__}, such as "
+                f"{cls.config_class.__name__}.from_pretrained({str(source)!r})."
+            )
         if source is not None and Path(source).is_file():
             source, options["gguf_file"] = Path(source).parent, Path(source).name
         if (file := options.pop("gguf_file", None)) is not None:

@@ -41,8 +41,8 @@ def long_texts(tokenizer: Any, data: Sequence[str], text_field: str, num_texts: 
             break
     if not texts:
         raise ValueError(
-            f"data {', '.join(data)}: the longest document has {longest:,} tokens, and the longest segment and one "
-            f"before it have {least:,}: pass a longer text, or shorter segments."
+            f"data {', '.join(data)}: the longest document has {longest:,} tokens, and {least:,} are needed: pass a "
+            "longer text, or fewer or shorter segments."
         )
     return texts
 

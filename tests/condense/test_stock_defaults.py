@@ -14,6 +14,7 @@ from condense.reference import reference_logits
 from condense.training.recipe.models import CondenseModel
 from tests.commands import printed
 from tests.condense.models import PAPERS_MEMORY, random_adapters, random_ids, tiny_config, weights
+from tests.refusals import assert_refused
 
 SHAPE = {
     "vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -114,6 +115,11 @@ def test_defaults_are_said_once_for_each_checkpoint(stock, said, tmp_path, monke
     monkeypatch.setenv("RANK", "1")
     CondenseConfig.from_pretrained(other)
     assert len(said()) == 2
+
+
+def test_a_stock_configuration_is_refused(stock):
+    words = r"config is a LlamaConfig: leave it out, or pass a CondenseConfig, such as CondenseConfig.from_pretrained"
+    assert_refused(words, CondenseForCausalLM.from_pretrained, stock, config=LlamaConfig.from_pretrained(stock))
 
 
 FIGURES = "costs 0.92 nats a token above full attention with a sink and 1.40 without, and diverges after"

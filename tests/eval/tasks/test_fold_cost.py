@@ -372,8 +372,8 @@ def test_its_own_samples_are_drawn_once(stories, tmp_path, noted):
     ("changed", "words"),
     [
         ({"--tokens": "15"}, r"--tokens 15 end before the second segment of 8 does"),
-        ({"--segment-lengths": "8", "--by-position": "512"}, "have 1,024"),
-        ({"--segment-lengths": "512", "--tokens": "1k"}, r"the longest document has \d+ tokens, .* have 1,024"),
+        ({"--segment-lengths": "8", "--by-position": "512"}, "1,024 are needed"),
+        ({"--segment-lengths": "512", "--tokens": "1k"}, r"the longest document has \d+ tokens, and 1,024 are needed"),
         ({"--data": "nowhere.txt"}, "nowhere.txt"),
         ({"--shares": "half"}, "the memory share 'half': pass a number"),
         ({"--shares": "1:0"}, r"memory_share=\[1.0, 0.0\] has 2 numbers for 3 layers"),
@@ -447,8 +447,13 @@ def test_convert_keeps_what_is_given(converted):
     assert config.memory_source == "layer_input" and {one["memory"] for one in results["costs"]} == {NONE, WINDOW, "0"}
 
 
-def test_convert_does_not_choose_another_memory_for_a_folded_model(stories, novel, tmp_path, error_line):
+def test_convert_measures_neither_another_text_nor_a_folded_model(stories, novel, tmp_path, error_line):
     command("convert", stories, tmp_path / "folded", "--segment-length", 64, "--memory-share", 0.5)
+    (tmp_path / "other.txt").write_text("Once upon a time there was a cat. " * 400)
+    command("convert", stories, tmp_path / "out", novel, "--measure", "--segment-length", 64)
+    (tmp_path / "out").rename(tmp_path / "former")
+    line = error_line("convert", stories, tmp_path / "out", tmp_path / "other.txt", "--measure", "--segment-length", 64)
+    assert "out-fold-cost holds the cost on another text or model: delete it, or pass another target." in line
     line = error_line("convert", tmp_path / "folded", tmp_path / "again", novel, "--measure")
     assert "is folded, and --measure chooses the memory of a stock checkpoint" in line
     assert not list(tmp_path.glob("again*"))

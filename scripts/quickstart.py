@@ -43,7 +43,8 @@ PROFILE_LENGTHS = "2k,4k,8k"
 def fold(llama: Path, folder: Path, source: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # left by a start that was killed
     with without_notices():  # it is to be trained
-        convert(str(llama), folder, segment_length=SEGMENT, memory_source=source, sink_token_id="none")
+        memory = {"memory_source": source, "memory_share": "1", "sink_token_id": "none"}
+        convert(str(llama), folder, segment_length=SEGMENT, **memory)
 
 
 def condense(*arguments) -> None:

@@ -10,12 +10,25 @@ from pathlib import Path
 
 import pytest
 
+from condense import CondenseConfig
+from condense.training.small_llama import save_small_llama
+from scripts.quickstart import MEMORIES, fold
+
 ROOT = Path(__file__).resolve().parents[1]
 SHORT = ["curriculum.steps=200", "optimizer.decay_steps=10", "curriculum.last_segments=3", "checkpoints.every=50"]
 
 
 def command(output, *arguments):
     return [sys.executable, "scripts/quickstart.py", "--output", str(output), *arguments, *SHORT]
+
+
+def test_it_trains_the_papers_memory_beside_transformer_xls(tmp_path):
+    save_small_llama(tmp_path / "llama", width=16)
+    for name, source in MEMORIES.items():
+        fold(tmp_path / "llama", tmp_path / name, source)
+    configs = [CondenseConfig.from_pretrained(tmp_path / name) for name in ("folded", "transformer-xl")]
+    assert [set(config.memory_shares) for config in configs] == [{1.0}, {0.0}]
+    assert [config.sink_token_id for config in configs] == [None, None]
 
 
 @pytest.mark.slow

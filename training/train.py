@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from logging import getLogger
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ if __package__ in (None, ""):  # the launcher runs this file by path, putting it
         sys.path.insert(0, root)
     if __name__ == "__main__":  # not in processes it starts
         gc.disable()  # until all is imported: collecting takes a second and finds nothing
+        getLogger("bitsandbytes.backends.cpu").setLevel(ERROR)  # as in condense.training, which is imported later
 
 import torch
 import torch.distributed as dist

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from logging import ERROR, getLogger
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Any
@@ -41,7 +40,6 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns if it has to find that out itself
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    getLogger("bitsandbytes").setLevel(ERROR)  # PEFT imports it, and it warns of kernels that nothing here uses
 
 
 def show(results: dict[str, Any], shown_by: Any, output: Path) -> None:

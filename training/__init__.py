@@ -2,5 +2,5 @@
 
 from logging import ERROR, getLogger
 
-# The Trainer imports PEFT, and that bitsandbytes, which warns of kernels for CPUs that no training here uses.
+# PEFT, which the Trainer imports, imports bitsandbytes. It warns of kernels for CPUs that nothing here uses.
 getLogger("bitsandbytes.backends.cpu").setLevel(ERROR)

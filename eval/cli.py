@@ -27,6 +27,7 @@ from .tasks.options import (
     FactsOptions,
     FoldCostOptions,
     FoldStabilityOptions,
+    LossOptions,
     PasskeyOptions,
     PerplexityOptions,
     RecallOptions,
@@ -65,6 +66,7 @@ facts = command(FactsOptions, partial(run_task, "facts"), "eval facts")
 recall = command(RecallOptions, partial(run_task, "recall"), "eval recall")
 perplexity = command(PerplexityOptions, partial(run_task, "perplexity"), "eval perplexity")
 fold_cost = command(FoldCostOptions, partial(run_task, "fold_cost"), "eval fold-cost")
+loss = command(LossOptions, partial(run_task, "loss"), "eval loss")
 fold_stability = command(FoldStabilityOptions, partial(run_task, "fold_stability"), "eval fold-stability")
 summarization = command(SummarizationOptions, partial(run_task, "summarization"), "eval summarization", scores=True)
 answers = command(AnswersOptions, partial(run_task, "answers"), "eval answers")
@@ -80,7 +82,7 @@ attention = command(
 )
 profile = command(ProfileOptions, run_profile, "profile")
 laboratory_commands = {name: resolve_name(path) for name, path in (COMMANDS | STUDIES).items()}
-for evaluation in (passkey, facts, recall, perplexity, fold_cost, fold_stability, summarization, answers, suite):
+for evaluation in (passkey, facts, recall, perplexity, loss, fold_cost, fold_stability, summarization, answers, suite):
     evaluations.command()(evaluation)
 for study in (healing, memory, *(laboratory_commands[name] for name in STUDIES)):
     studies.command()(study)

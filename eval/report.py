@@ -49,6 +49,8 @@ ABOUT = {
     "fold_cost": "What folding a stock checkpoint costs before any training: the loss above that of the stock model "
     "with full attention, on the same tokens. With the sink, a token's keys and values stand in place of each memory's "
     "first row; without memory, the token stands before each segment.",
+    "loss": "Texts that all models read, each in its own way: the loss above that of the first model, from the second "
+    "segment on, and by position in one longer text.",
     "fold_stability": "A text, read by folds of a stock checkpoint before any training: with one memory share in all "
     "layers, with share 1 in one layer alone, and with share 1 and a change to what is remembered. A fold diverges if "
     "its loss in the last quarter of the segments is more than 1 nat a token above that of share 0.",

@@ -15,6 +15,7 @@ TASKS = {
     "summarization": "condense.eval.tasks.summarization:Summarization",
     "perplexity": "condense.eval.tasks.perplexity:Perplexity",
     "fold_cost": "condense.eval.tasks.fold_cost:FoldCost",
+    "loss": "condense.eval.tasks.loss:Loss",
     "fold_stability": "condense.eval.tasks.fold_stability:FoldStability",
     "answers": "condense.eval.tasks.answers:Answers",
     "suite": "condense.eval.tasks.suite:Suite",

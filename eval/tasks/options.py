@@ -43,6 +43,7 @@ def _lengths_or_0(text: str) -> list[int]:
 
 
 LENGTHS_OR_0 = Spelling(_lengths_or_0, NUMBERS.write)
+NUMBER_OR_0 = Spelling(lambda text: _lengths_or_0(text)[0], NUMBER.write)
 Lengths = Annotated[
     Sequence[int],
     Option("Tokens, answer included; k and m are 1,024 and 1,048,576.", spelling=NUMBERS, may_change=True),
@@ -243,6 +244,28 @@ class FoldCostOptions(EvaluationOptions):
         int, Option("Tokens of that text, at most.", spelling=NUMBER, min=2, may_change=True)
     ] = 16384
     seed: Annotated[int, Option("Seed of the model's own samples.", min=0)] = 0
+    attention: AnyAttention = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions(EvaluationOptions):
+    """Loss of models on the same texts, above the first one's, by position: what a memory costs, trained or not."""
+
+    data: Annotated[
+        Sequence[str], Option("Texts: a file or glob pattern, .txt, .jsonl or .parquet; each has its rows.")
+    ]
+    text_field: TextField = "text"
+    num_texts: Annotated[
+        int, Option("Texts, evenly spread over the documents of each --data.", flags=("--texts",), min=1)
+    ] = 16
+    num_tokens: Annotated[int, Option("Tokens of each text.", flags=("--tokens",), spelling=NUMBER, min=3)] = 2048
+    position_tokens: Annotated[
+        int,
+        Option("Tokens of the longest document that are read for the loss by position; 0: none.", spelling=NUMBER_OR_0),
+    ] = 16384
+    window: Annotated[
+        int | None, Option("Keys of StreamingLLM's window, in which the first stock model is read, too.", min=1)
+    ] = None
     attention: AnyAttention = "auto"
 
 

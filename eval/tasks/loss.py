@@ -1,0 +1,293 @@
+"""The loss of models on the same texts, above that of the first model: what a memory costs, trained or not.
+
+Each model reads a text in its own way: a stock model with full attention, a folded one with its memory. With `window`,
+the first stock model is read through StreamingLLM's window, too (see `window_attention`). All have one tokenizer.
+Losses by position in one longer text show whether a memory drifts.
+
+Axes: N tokens of a text.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from condense import CondenseConfig
+
+from ..decoding import max_positions
+from ..intervals import bracketed, interval
+from ..models import EvaluatedModel
+from ..overview import Figure, remark_of
+from ..results import Table, groups_of, picture
+from ..results_store import Key, Record
+from ..runner import Results
+from .evaluation import Evaluation, shown_name
+from .fold_arms import WINDOW_SINKS
+from .options import LossOptions
+from .window_attention import windowed
+from .windows import head_losses, read_texts
+
+OWN, WINDOW = "own", "window"
+DIGITS = 5  # of a stored loss
+PARTS = 16  # of the longer text, by position
+
+
+class Reading(NamedTuple):
+    """A text of a source, read by a model in its own way or through a window; `text` is None for the longer one."""
+
+    model: str
+    way: str
+    source: str
+    text: int | None
+    tokens: int
+
+
+class Loss(Evaluation[Reading]):
+    """A record has the `losses` [N - 1] of a text's tokens from the second on.
+
+    `texts` are token ids [N] by source, the longer one last. Raises `ValueError` for models that can't be compared.
+    """
+
+    kind = "loss"
+    unit = "reading"
+    Options = LossOptions
+
+    def __init__(self, options: LossOptions, models: Sequence[EvaluatedModel], texts: dict[str, list[torch.Tensor]]):
+        super().__init__(options, models)
+        check_models(models, options)
+        self.texts = texts
+        self.first = max((model.segment_length or 0 for model in models), default=0)
+        if options.num_tokens <= self.first + 1:
+            raise ValueError(
+                f"--tokens {options.num_tokens} end in the first segment of {self.first}, which needs no memory: read "
+                "more tokens."
+            )
+
+    @classmethod
+    def load(cls, options: LossOptions) -> "Loss":
+        models = cls.load_models(options)
+        check_models(models, options)  # before any text is read
+        return cls(
+            options, models, {source: find_texts(models[0].tokenizer, source, options) for source in options.data}
+        )
+
+    def settings(self) -> dict[str, Any]:
+        digests = {
+            source: [hashlib.sha256(ids_N.numpy().tobytes()).hexdigest() for ids_N in texts]
+            for source, texts in self.texts.items()
+        }
+        return super().settings() | {"texts": digests, "first": self.first}
+
+    def items(self) -> list[Reading]:
+        found = []
+        for model, way in self._ways():  # one model is in memory at a time
+            for source, (*pieces, longer) in self.texts.items():
+                found += [Reading(model.name, way, source, number, len(ids_N)) for number, ids_N in enumerate(pieces)]
+                if self.options.position_tokens:
+                    known = max_positions(model.config) if way == OWN and model.segment_length is None else None
+                    found.append(Reading(model.name, way, source, None, min(len(longer), known or len(longer))))
+        return found
+
+    def _ways(self) -> Iterator[tuple[EvaluatedModel, str]]:
+        window = self.options.window
+        for model in self.models:
+            yield model, OWN
+            if window is not None and model.segment_length is None:
+                yield model, WINDOW
+                window = None
+
+    def num_tokens(self, item: Reading) -> int:
+        """Returns the positions that a reading needs."""
+        least = self.options.window if item.way == WINDOW else 2 * (self.model_of(item).segment_length or 0)
+        return min(item.tokens, least or item.tokens)
+
+    def model_of(self, item: Reading) -> EvaluatedModel:
+        return next(model for model in self.models if model.name == item.model)
+
+    def key(self, item: Reading) -> Key:
+        return item._asdict()
+
+    def measure(self, item: Reading) -> Record:
+        model = self.model_of(item).model
+        ids_N = self.texts[item.source][-1 if item.text is None else item.text][: item.tokens].to(model.device)
+        if item.way == WINDOW:
+            assert self.options.window is not None
+            with windowed(model, self.options.window, WINDOW_SINKS):
+                loss_N = text_losses(model, ids_N)
+        else:
+            loss_N = text_losses(model, ids_N)
+        if not np.isfinite(loss_N).all():
+            raise ValueError(f"{item.model}: losses are not finite; use another dtype or checkpoint.")
+        return {"losses": np.round(loss_N.astype(np.float64), DIGITS).tolist()}
+
+    def summarise(self, measured: Sequence[tuple[Reading, Record]]) -> dict[str, Any]:
+        """Returns `costs`, with the mean over the texts, its 95 % t interval and `by_text`, and `by_position`: means of
+        `block` tokens each."""
+        losses = {item: np.array(record["losses"]) for item, record in measured}
+        reference = self.models[0].name
+        found: dict[str, Any] = {"costs": [], "by_position": []}
+        for model, way in self._ways():
+            for source in self.texts:
+                about = {"model": model.name, "way": way, "source": source}
+                own = self._means(losses, model.name, way, source)
+                paired = zip(own, self._means(losses, reference, OWN, source), strict=True)
+                by_text = [one - other for one, other in paired]
+                cost, low, high = interval(by_text)
+                found["costs"].append(
+                    about | {"cost": cost, "low": low, "high": high, "loss": float(np.mean(own)), "by_text": by_text}
+                )
+                found["by_position"] += [
+                    about | by_blocks(loss_N, len(self.texts[source][-1]) - 1)
+                    for item, loss_N in losses.items()
+                    if item[:4] == (*about.values(), None)
+                ]
+        return found
+
+    def _means(self, losses: dict[Reading, np.ndarray], name: str, way: str, source: str) -> list[float]:
+        """Returns the mean loss of each text from the second segment on."""
+        pieces = self.texts[source][:-1]
+        readings = [Reading(name, way, source, number, len(ids_N)) for number, ids_N in enumerate(pieces)]
+        return [float(losses[one][max(0, self.first - 1) :].mean()) for one in readings]
+
+    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
+        """Returns the costs, then the losses by position: means from the token `first` on, before `end`."""
+        found = [{name: value for name, value in cost.items() if name != "by_text"} for cost in results["costs"]]
+        for curve in results["by_position"]:
+            about = {name: curve[name] for name in ("model", "way", "source")}
+            for part, loss in enumerate(curve["losses"]):
+                first = part * curve["block"]
+                found.append(
+                    {**about, "loss": loss, "first": first, "end": min(first + curve["block"], curve["tokens"])}
+                )
+        return found
+
+    @classmethod
+    def overview(cls, results: Results) -> list[Figure]:
+        found = []
+        for cost in results["costs"]:
+            if cost["model"] != results["models"][0]["name"]:
+                measure = f"loss above {results['models'][0]['name']}'s on {Path(cost['source']).name} [nats/token]"
+                figures = (cost[name] for name in ("cost", "low", "high"))
+                found.append(
+                    Figure(cost["model"], measure, *figures, digits=3, remark=remark_of(cost["model"], results))
+                )
+        return found
+
+    @classmethod
+    def tables(cls, results: Results) -> list[Table]:
+        reference, number = results["models"][0]["name"], results["num_texts"]
+        rows = [
+            [Path(cost["source"]).name, label_of(cost, results), f"{cost['loss']:.4f}",
+             bracketed((cost["cost"], cost["low"], cost["high"]), "+.4f") if any(cost["by_text"]) else ""]
+            for cost in results["costs"]
+        ]  # fmt: skip
+        title = (
+            f"loss [nats a token] of tokens {results['first']:,} to {results['num_tokens']:,} of at most {number} "
+            "texts a source; 95 % t interval over the texts"
+        )
+        found = [Table(title, ["source", "model", "loss", f"above {reference}"], rows)]
+        for (source,), curves in groups_of(results["by_position"], "source").items():
+            block, parts = curves[0]["block"], max(len(curve["losses"]) for curve in curves)
+            lines = [
+                [label_of(curve, results), *(f"{loss:.3f}" for loss in curve["losses"]),
+                 *[""] * (parts - len(curve["losses"]))]
+                for curve in curves
+            ]  # fmt: skip
+            title = f"{Path(source).name}: loss by position, means of {block:,} tokens from the one given on"
+            found.append(Table(title, ["model", *(f"{part * block:,}" for part in range(parts))], lines))
+        return found
+
+    @classmethod
+    def draw(cls, results: Results, path: Path) -> None:
+        """Draws the costs, and the losses by position above the last way of reading; a row for each source."""
+        sources = list(dict.fromkeys(cost["source"] for cost in results["costs"]))
+        columns = 2 if results["by_position"] else 1
+        size = (7 * columns, 1.5 + (2.4 if columns == 1 else 3.4) * len(sources))
+        with picture(path, rows=len(sources), columns=columns, figsize=size, squeeze=False) as panels:
+            for row, source in zip(panels, sources, strict=True):
+                costs = [one for one in results["costs"] if one["source"] == source and one["cost"]]
+                curves = [one for one in results["by_position"] if one["source"] == source]
+                _draw_costs(row[0], Path(source).name, costs, results)
+                if curves:
+                    _draw_positions(row[1], curves, results)
+
+
+def check_models(models: Sequence[EvaluatedModel], options: LossOptions) -> None:
+    """Raises `ValueError` for models with different tokenizers, and for a window without a stock model."""
+    if options.device_map is not None and options.window is not None:
+        raise ValueError(f"--device-map {options.device_map} does not go with --window: leave one of them out.")
+    vocabulary = models[0].tokenizer.get_vocab()
+    for model in models[1:]:
+        if model.tokenizer.get_vocab() != vocabulary:
+            raise ValueError(
+                f"{model.name} has another tokenizer than {models[0].name}, so their losses are of other tokens: "
+                "compare models with one tokenizer."
+            )
+    if options.window is None:
+        return
+    if options.window <= WINDOW_SINKS:
+        raise ValueError(f"--window {options.window} has {WINDOW_SINKS} sinks: give it more keys.")
+    if all(model.config.model_type == CondenseConfig.model_type for model in models):
+        raise ValueError(f"--window {options.window} is of a stock model, and all are folded: add --model STOCK.")
+
+
+def find_texts(tokenizer: Any, source: str, options: LossOptions) -> list[torch.Tensor]:
+    """Returns texts [N] of `num_tokens` tokens, evenly spread over a source's documents, and its longest document up to
+    `position_tokens`. Raises `ValueError` if no document is long enough."""
+    documents = read_texts(tokenizer, [source], text_field=options.text_field)
+    pieces = [
+        piece for ids_N in documents for piece in ids_N.split(options.num_tokens) if len(piece) == options.num_tokens
+    ]
+    longest = max(documents, key=len)
+    if not pieces:
+        raise ValueError(
+            f"data {source}: the longest document has {len(longest):,} tokens, and {options.num_tokens:,} are needed: "
+            "pass a longer text, or a lower --tokens."
+        )
+    number = min(options.num_texts, len(pieces))
+    return [*(pieces[one * len(pieces) // number] for one in range(number)), longest[: options.position_tokens]]
+
+
+@torch.no_grad()
+def text_losses(model: Any, ids_N: torch.Tensor) -> np.ndarray:
+    """Returns the losses [N - 1], at least in float32, of tokens 1 to N - 1."""
+    hidden_ND = model.base_model(ids_N[None, :-1], use_cache=False).last_hidden_state[0]
+    return head_losses(model, hidden_ND, ids_N[1:]).cpu().numpy()
+
+
+def by_blocks(loss_N: np.ndarray, longest: int) -> dict[str, Any]:
+    block = -(-longest // PARTS)
+    means = [float(loss_N[first : first + block].mean()) for first in range(0, len(loss_N), block)]
+    return {"tokens": len(loss_N), "block": block, "losses": means}
+
+
+def label_of(one: dict[str, Any], results: Results) -> str:
+    name = shown_name(one["model"], results)
+    return name if one["way"] == OWN else f"{name}, window of {results['window']} keys, {WINDOW_SINKS} of them sinks"
+
+
+def _draw_costs(panel: Any, source: str, costs: Sequence[dict[str, Any]], results: Results) -> None:
+    for place, cost in enumerate(costs):
+        low, high = ([abs(cost[end] - cost["cost"])] if cost[end] is not None else [0] for end in ("low", "high"))
+        panel.barh(place, cost["cost"], xerr=[low, high], color=f"C{place % 10}", height=0.6)
+    panel.set_yticks(range(len(costs)), [label_of(cost, results) for cost in costs], fontsize=8)
+    panel.invert_yaxis()
+    panel.axvline(0, color="black", linewidth=1)
+    panel.set_xlabel(f"nats a token above {results['models'][0]['name']}", fontsize=8)
+    panel.set_title(source, fontsize=10)
+    panel.grid(alpha=0.3, axis="x")
+
+
+def _draw_positions(panel: Any, curves: Sequence[dict[str, Any]], results: Results) -> None:
+    for number, curve in enumerate(curves):
+        middles = [(part + 0.5) * curve["block"] for part in range(len(curve["losses"]))]
+        is_reference = number == 0
+        style = {"color": "black"} if is_reference else {"color": f"C{(number - 1) % 10}"}
+        panel.plot(middles, curve["losses"], label=label_of(curve, results), linewidth=1.3, **style)
+    panel.set_xlabel("position in the text [tokens]", fontsize=8)
+    panel.set_ylabel("loss [nats a token]", fontsize=8)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)

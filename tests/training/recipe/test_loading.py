@@ -14,9 +14,9 @@ from condense.training.recipe.schema import Checkpoints
 pytestmark = pytest.mark.unit
 
 FROM_FOLDED = (
-    "depth_finetune_tiny", "facts", "passkey_finetune_1b", "passkey_finetune_1b_tiny", "passkey_quickstart", "passkey_smollm2",
-    "recall",
-    "summarize_finetune_a", "summarize_finetune_a_tiny", "summarize_finetune_b", "summarize_finetune_b_tiny",
+    "depth_finetune_tiny", "facts", "passkey_finetune_1b", "passkey_finetune_1b_tiny", "passkey_quickstart",
+    "passkey_smollm2", "recall", "summarize_finetune_a", "summarize_finetune_a_tiny", "summarize_finetune_b",
+    "summarize_finetune_b_tiny",
 )  # fmt: skip
 RECIPE = """
 model: {source: m, segment_length: 64}

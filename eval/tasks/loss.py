@@ -147,7 +147,7 @@ class Loss(Evaluation[Reading]):
         return found
 
     def _means(self, losses: dict[Reading, np.ndarray], name: str, way: str, source: str) -> list[float]:
-        """Returns the mean loss of each text from the second segment on."""
+        """Returns the mean loss of each text from the longest first segment's end on."""
         pieces = self.texts[source][:-1]
         readings = [Reading(name, way, source, number, len(ids_N)) for number, ids_N in enumerate(pieces)]
         return [float(losses[one][max(0, self.first - 1) :].mean()) for one in readings]
@@ -202,7 +202,7 @@ class Loss(Evaluation[Reading]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Draws the costs, and the losses by position above the last way of reading; a row for each source."""
+        """Draws the costs, and the losses by position if they were measured; a row for each source."""
         sources = list(dict.fromkeys(cost["source"] for cost in results["costs"]))
         columns = 2 if results["by_position"] else 1
         size = (7 * columns, 1.5 + (2.4 if columns == 1 else 3.4) * len(sources))

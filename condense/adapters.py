@@ -10,9 +10,11 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from .adapter_base import BASE, embedding_names, memory_of_base, other_shapes, other_values, tokens_of_base
 from .checks import check_not_quantized
 from .extras import check_installed
 from .loading import ADAPTER_CONFIG, check_finite, check_safetensors, first_line, is_stock, read_object
+from .source_name import stored_source
 
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 RECIPE = "recipe.json"  # of the training, beside the adapters
@@ -72,7 +74,9 @@ def check_adapter_config(path: Path) -> None:
 
 def trained_memory(folder: Path, source: str) -> dict[str, Any]:
     """Returns the fields of the memory that `condense train` used for a folder of adapters of the model `source`, or
-    for one of its checkpoints; without those that its recipe does not name: the training used its model's."""
+    for one of its checkpoints. Former versions describe no base: then without those that the recipe does not name."""
+    if memory := memory_of_base(folder):
+        return memory
     recipe = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE
     try:
         model = dict(json.loads(recipe.read_text(encoding="utf-8"))["model"])
@@ -98,6 +102,21 @@ def with_former_memory(model: dict[str, Any], source: str) -> dict[str, Any]:
     return model | {"memory_share": 1.0 if share is None else share, "sink_token_id": "none"}
 
 
+def check_base(model: Any, folder: Path) -> None:
+    """Raises `ValueError` if a folder's adapters say that they were trained on another model than this one. Of weights
+    on the meta device only names and shapes are compared."""
+    difference = other_shapes(model, folder)
+    if difference is None and (tokens := tokens_of_base(model, folder)) > model.config.vocab_size:
+        raise ValueError(f"--merge {folder}: the adapters do not fit the model. {_add_tokens(tokens, model)}")
+    remedy = _pass_base(folder)
+    if difference is None and (difference := other_values(model, folder)) is not None:
+        remedy += f" To merge them all the same, delete {BASE}."
+    if difference is not None:
+        raise ValueError(
+            f"--merge {folder}: this model is not the one that the adapters were trained on: {difference}. {remedy}"
+        )
+
+
 def merge_adapters(model: Any, folder: Path) -> Any:
     """Merges a folder's adapters into the model's weights, in its dtype: for LoRA, W + (alpha / rank) B A.
 
@@ -105,6 +124,7 @@ def merge_adapters(model: Any, folder: Path) -> Any:
     belong to another model or can't be merged, for quantized weights, and if merged weights are not finite.
     """
     check_not_quantized(model.config, f"--merge {folder}")
+    check_base(model, folder)
     dtype, tied = model.dtype, model.config.tie_word_embeddings
     own = set(model.parameters())
     with warnings.catch_warnings():
@@ -143,15 +163,9 @@ def _adapted(model: Any, folder: Path) -> Any:
         raise _unmergeable(adapted, folder, "virtual tokens are not weights")
     unexpected = adapted.load_adapter(str(folder), "default").unexpected_keys  # loaded once more, for the names
     # Of an embedding that was resized, PEFT also writes copies that it does not read.
-    if any(not _is_of(key, _embeddings(model)) for key in unexpected):
+    if any(not _is_of(key, embedding_names(model)) for key in unexpected):
         raise other_layers
     return adapted
-
-
-def _embeddings(model: Any) -> list[str]:
-    """Returns the names of the embedding and the head."""
-    found = (model.get_input_embeddings(), model.get_output_embeddings())
-    return [name for name, module in model.named_modules() if module in found]
 
 
 def _is_of(key: str, modules: list[str]) -> bool:
@@ -160,21 +174,29 @@ def _is_of(key: str, modules: list[str]) -> bool:
 
 def _right_model(model: Any, folder: Path) -> str:
     """Says to which model adapters belong that do not fit this one."""
-    config, own = read_object(folder / ADAPTER_CONFIG), model.config.vocab_size
-    if (number := _num_tokens(config, folder, model)) > own:  # their model may have this one's name
-        return (
-            f"They were trained with at least {number} tokens, and the model has {own}: add the tokens with "
-            f"model.resize_token_embeddings({number}), save the model and the tokenizer of the training in a folder, "
-            "and pass this folder."
-        )
-    return f"Pass the model that they were trained on, {config.get('base_model_name_or_path')!r}."
+    tokens = _num_tokens(read_object(folder / ADAPTER_CONFIG), folder, model)
+    return _add_tokens(tokens, model) if tokens > model.config.vocab_size else _pass_base(folder)
+
+
+def _add_tokens(tokens: int, model: Any) -> str:
+    """The model that adapters were trained on may have the name of this one."""
+    return (
+        f"They were trained with at least {tokens} tokens, and the model has {model.config.vocab_size}: add the tokens "
+        f"with model.resize_token_embeddings({tokens}), save the model and the tokenizer of the training in a folder, "
+        "and pass this folder."
+    )
+
+
+def _pass_base(folder: Path) -> str:
+    name = stored_source(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
+    return f"Pass the model that they were trained on{f', {name!r}' if name else ''}."
 
 
 def _num_tokens(config: dict[str, Any], folder: Path, model: Any) -> int:
     """Returns the most tokens that adapters of the embedding and the head are for; 0 if there are none."""
     indices = config.get("trainable_token_indices") or []
     sizes = [1 + index for index in (indices if isinstance(indices, list) else chain(*indices.values()))]
-    names = _embeddings(model)
+    names = embedding_names(model)
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in list(file.keys()) if _is_of(key, names)}
     return max([*sizes, *(size for size in chain(*shapes.values()) if size != model.config.hidden_size)], default=0)

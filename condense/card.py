@@ -13,6 +13,7 @@ from .extras import DISTRIBUTION, WHEEL
 from .families import family_of
 from .laboratories import REGISTERED_BY
 from .remote_code import MODULE
+from .source_name import stored_source
 
 CARD = "README.md"
 OURS = "<!-- condense writes this file when the model is saved: delete this line to keep your own text. -->"
@@ -95,7 +96,7 @@ def base_model(source: str | None) -> tuple[str | None, bool]:
 
     A local model has the name of its folder or GGUF file, without the path; None if it has no name.
     """
-    name = re.sub(r" \(\w+ in memory: .*", "", source or "")  # `name_as_in_memory` adds it
+    name = stored_source(source)
     if not name:
         return None, False
     path = Path(name)

@@ -79,10 +79,11 @@ def convert(
     quiet()
     blocks = BlockOptions(**block)
     check_measurable(measure, text, to=stock, merge=merge, depth=blocks.depth)
+    import torch
     from transformers import AutoConfig
 
     from condense import CondenseConfig, CondenseForCausalLM
-    from condense.adapters import check_adapters, merge_adapters, trained_memory
+    from condense.adapters import check_adapters, check_base, merge_adapters, trained_memory
     from condense.checks import check_dtype
     from condense.families import family_of
     from condense.files import check_new_folder
@@ -96,11 +97,14 @@ def convert(
         check_adapters(merge, "condense convert --merge")
         if not stock:
             trained = trained_memory(merge, source)
-            if memory_source is not None:  # it says what the memory is made of
-                trained.pop("memory_share", None)
+            if {"memory_source", "memory_share"} & fields.keys():  # each says what the memory is made of
+                trained = {name: value for name, value in trained.items() if not name.startswith("memory_")}
             fields = trained | fields
     with without_notices() if stock or measure else nullcontext():
         config = load_config(CondenseConfig, source, **fields)
+    if merge is not None:
+        with torch.device("meta"):
+            check_base(CondenseForCausalLM(config), merge)
     from_stock = load_config(AutoConfig, source).model_type != config.model_type
     if to is ModelFormat.llama and config.family != to:
         raise ValueError(f"{source!r} is of the family {config.family}, and a stock Llama is not: pass --to stock.")

@@ -28,6 +28,7 @@ from .families import FAMILIES
 from .files import is_lfs_pointer
 from .generation_settings import check_settings
 from .laboratories import REGISTERED_BY, STOCK_MODELS
+from .source_name import stored_source
 from .transformers_private import get_tokenizer_config
 from .weights import inner_tensors
 
@@ -233,9 +234,10 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def _check_folder(folder: Path) -> None:
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        name = stored_source(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
         raise ValueError(
             f"{folder} holds adapters, not a model: merge them with condense convert MODEL TARGET --merge {folder}, "
-            "where MODEL is the model that they were trained on."
+            f"where MODEL is the model that they were trained on{f', {name!r}' if name else ''}."
         )
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: pass the folder of a model.")

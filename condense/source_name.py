@@ -6,6 +6,7 @@ stock model or one with other segments would silently replace it. Its name is th
 errors about it say what to do.
 """
 
+import re
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -29,6 +30,11 @@ def name_as_in_memory(model: Any, source: Any, change: str) -> None:
     model.config.name_or_path = name
     for module in (model, model.base_model):
         module.name_or_path = name
+
+
+def stored_source(name: Any) -> str:
+    """Returns the folder, file or hub id in a model's name, without what `name_as_in_memory` adds; "" for none."""
+    return re.sub(r" \(\w+ in memory: .*", "", str(name or ""))
 
 
 def check_name(model: Any, source: Any, options: dict[str, Any]) -> bool:

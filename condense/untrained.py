@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .notices import say_once
+from .source_name import stored_source
+from .weights import spread_values
 
 SAMPLES = 64  # values of each weight in the fingerprint
 STABLE_SHARE = 0.8  # docs/sinks.md: 0.9 diverges
@@ -45,7 +47,7 @@ def warn_if_untrained(model: Any, num_tokens: int) -> None:
 
 
 def _warning(config: Any) -> str:
-    name = (config.name_or_path or "").partition(" (")[0]
+    name = stored_source(config.name_or_path)
     line = (
         f"{name!r} is folded and its memory is not trained: text beyond a segment of {config.segment_length} tokens "
         "costs more than with full attention. condense train heal trains it."
@@ -60,8 +62,6 @@ def _fingerprint(model: Any) -> str | None:
         if parameter.is_meta or not parameter.numel():
             return None
         if parameter.is_floating_point() and not is_traceable_wrapper_subclass(parameter):
-            last = parameter.numel() - 1
-            where = torch.arange(SAMPLES, device=parameter.device) * last // (SAMPLES - 1)
-            values = parameter.detach().reshape(-1)[where].to(torch.bfloat16).cpu()
+            values = spread_values(parameter.detach(), SAMPLES).to(torch.bfloat16).cpu()
             digest.update(values.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -21,6 +21,12 @@ def weights_fingerprint(model: Any) -> str:
     return digest.hexdigest()[:16]
 
 
+def spread_values(weight: torch.Tensor, number: int) -> torch.Tensor:
+    """Returns `number` values of a weight in its dtype, evenly spread from the first to the last."""
+    where = torch.arange(number, device=weight.device) * (weight.numel() - 1) // max(1, number - 1)
+    return weight.reshape(-1)[where]
+
+
 def _weights_of(module: Any) -> Any:
     """Returns a context in which a module's weights can be read, even if a device map keeps them elsewhere."""
     if not hasattr(module, "_hf_hook"):

@@ -4,12 +4,14 @@ Axes: x any size, I input width.
 """
 
 import difflib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from condense.adapter_base import describe_base, write_base
 from condense.linear import linear
 
 if TYPE_CHECKING:
@@ -38,8 +40,9 @@ def check_targets(model: Any, lora: "LoRA") -> None:
 def add_adapters(model: Any, lora: "LoRA") -> Any:
     """Returns PEFT's model around this one, with its own weights frozen; torch's generator draws the adapters.
 
-    It saves adapters alone. By default PEFT saves the embedding and the head too if one of them is adapted or has
-    other rows than the base's configuration says, which a model that was folded in memory has in no folder.
+    It saves adapters alone, and beside them a description of their base. By default PEFT saves the embedding and the
+    head too if one of them is adapted or has other rows than the base's configuration says, which a model that was
+    folded in memory has in no folder.
     """
     from peft import LoraConfig, PeftModelForCausalLM, get_peft_model
     from peft.tuners.lora import LoraLayer
@@ -47,8 +50,10 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
     class AdaptersAlone(PeftModelForCausalLM):
         def save_pretrained(self, save_directory, **options):
             super().save_pretrained(save_directory, save_embedding_layers=False, **options)
+            write_base(base, Path(save_directory))
 
     check_targets(model, lora)
+    base = describe_base(model)  # before DeepSpeed rounds it
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import condense.linear
 from condense import CondenseConfig, CondenseForCausalLM
+from condense.adapter_base import BASE
 from condense.adapters import trained_memory
 from condense.cli import app, main
 from condense.training.adapters import add_adapters
@@ -23,6 +24,8 @@ from condense.training.train import train
 
 from ..condense.models import tiny_model
 from .runs import folded_recipe, logged, run, same_weights, tie
+
+MEMORY = {"segment_length": 24, "memory_share": 0.2, "sink_token_id": 3}
 
 
 def recipe_in(folder, *targets):
@@ -58,6 +61,20 @@ def test_adapters_alone_are_trained_and_saved(finished):
     settings = json.loads((finished / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (4, 12)
     assert not (finished / "model.safetensors").exists()
+
+
+def test_their_base_is_described_beside_them(recipe, finished):
+    """In the output and in each checkpoint: the model as it was loaded, before any training."""
+    base = CondenseForCausalLM.from_pretrained(recipe.parent / "start")
+    for folder in (finished, finished / "checkpoint-3", finished / "checkpoint-6"):
+        found = json.loads((folder / BASE).read_text())
+        assert found["memory"]["segment_length"] == 40 and found["memory"]["memory_share"] == base.config.memory_share
+        shapes = {name: list(weight.shape) for name, weight in base.named_parameters(remove_duplicate=False)}
+        assert {name: weight["shape"] for name, weight in found["weights"].items()} == shapes
+        for name, weight in base.named_parameters():
+            ends = found["weights"][name]["values"][:: len(found["weights"][name]["values"]) - 1]
+            expected = weight.detach().flatten()[[0, -1]]
+            torch.testing.assert_close(torch.tensor(ends), expected, atol=0, rtol=1e-3)
 
 
 @pytest.mark.parametrize("targets", ["q_proj", "lm_head"])
@@ -104,19 +121,27 @@ def test_convert_merges_them(recipe, finished, tmp_path):
         (["--memory-source", "layer_input"], (24, 1, "layer_input")),
     ],
 )
-def test_the_merged_model_has_the_memory_of_the_training(recipe, finished, tmp_path, options, expected):
-    """A stock checkpoint says nothing of segments and memories: the recipe beside the adapters does."""
+@pytest.mark.parametrize("of_former_version", [False, True])
+def test_the_merged_model_has_the_memory_of_the_training(
+    recipe, finished, tmp_path, options, expected, of_former_version
+):
+    """A stock checkpoint says nothing of segments and memories: a file beside the adapters does, formerly the recipe
+    alone."""
     stock, adapters = tmp_path / "stock", tmp_path / "adapters"
     shutil.copytree(finished, adapters)
-    trained = json.loads((adapters / "recipe.json").read_text())
-    trained["model"] |= {"segment_length": 24, "memory_share": 0.2, "sink_token_id": 3}
-    (adapters / "recipe.json").write_text(json.dumps(trained))
+    for described in (adapters / "recipe.json", adapters / "checkpoint-3" / BASE, adapters / BASE):
+        trained = json.loads(described.read_text())
+        trained["model" if described.name == "recipe.json" else "memory"] |= MEMORY
+        described.write_text(json.dumps(trained))
+    if of_former_version:
+        for folder in (adapters, adapters / "checkpoint-3"):
+            (folder / BASE).unlink()
     convert(recipe.parent / "start", stock, "--to", "stock")
     assert "memory is untrained" not in convert(stock, tmp_path / "merged", "--merge", adapters, *options)
     config = CondenseConfig.from_pretrained(tmp_path / "merged")
     assert (config.segment_length, config.memory_share, config.memory_source) == expected
-    memory = {"segment_length": 24, "memory_share": 0.2, "sink_token_id": 3}
-    assert trained_memory(adapters / "checkpoint-3", str(stock)) == memory and config.sink_token_id == 3
+    found = trained_memory(adapters / "checkpoint-3", str(stock))
+    assert found | MEMORY == found and config.sink_token_id == 3
     convert(stock, tmp_path / "merged-stock", "--merge", adapters, "--to", "stock")
 
 
@@ -267,6 +292,11 @@ def test_adapters_of_another_model_and_folders_without_them(recipe, finished, tm
         (["convert", str(start), "unused", "--merge", str(start)], "it has no adapter_config.json"),
         (["convert", str(other), "unused", "--merge", str(finished)], "they were trained on"),
         (["convert", str(finished), "unused"], "holds adapters, not a model: merge them with condense convert"),
+        (
+            ["generate", "--model", str(finished), "--prompt", "A"],
+            f"the model that they were trained on, {str(start)!r}.",
+        ),
+        (["eval", "fold-cost", "--model", str(finished), "--output", "unused"], "trained on, "),
     ]:
         monkeypatch.setattr(sys, "argv", ["condense", *arguments])
         with pytest.raises(SystemExit):

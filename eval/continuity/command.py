@@ -10,7 +10,7 @@ import typer
 from ..command import command, name_argument, quiet, run_experiments, writable
 from .options import ProbeOptions
 
-NAMES = "counting, events, sums, space, boolean, translation, scaling, density, memory"
+NAMES = "counting, wholes, events, sums, space, boolean, translation, scaling, density, memory"
 probe = command(
     ProbeOptions,
     partial(run_experiments, "condense.eval.continuity.probes:probe", "condense probe"),

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from ..results import Table
 from .aggregation import SET, figure, if_answering, in_set, mass, mass_column, mean, percent, ratio, valid, with_global
+from .control import RIGHT, compared, with_other_labels
 from .data import load
 from .engine import Record
 from .items import DURATIONS, EVENT_DURATIONS, Item
@@ -39,6 +40,17 @@ DISTANCE = "mean distance from repetitions x duration"
 WORDS = (("apple", "fruit", "a fruit"), ("cat", "animal", "an animal"), ("rose", "flower", "a flower"))
 
 
+def _scores(record: Record, repetitions: int) -> dict[str, float | None]:
+    """Returns the figures of a record as if its word occurred as often as given."""
+    found = peak_frequencies(record["curves"], repetitions)
+    return {
+        RIGHT: float(likeliest(record["curves"]) == str(repetitions)),
+        OBSERVED: found["observed"],
+        "observed, expected peaks only": found["observed_expected"],
+        "distance from repetitions x duration": proportion_error(record["curves"], record["factors"], repetitions),
+    }
+
+
 def peak_figures(counted: Sequence[Record]) -> dict[str, Any]:
     """Returns the mass, the share of right answers at durations of 1, and the frequencies of peaks."""
     found = [peak_frequencies(record["curves"], record["repetitions"]) for record in counted]
@@ -61,7 +73,9 @@ class _Counts(Probe):
         posed = in_set(records)
         errors = [proportion_error(one["curves"], one["factors"], one["repetitions"]) for one in valid(posed)]
         allowed = {f"allowed_{rule}": sum(record["allowed_by"][rule] for record in posed) for rule in RULES}
-        return {"records": len(posed), **peak_figures(valid(posed)), **allowed, "proportion_error": mean(errors)}
+        figures = {"records": len(posed), **peak_figures(valid(posed)), **allowed, "proportion_error": mean(errors)}
+        pairs = with_other_labels(valid(posed), lambda record: record["repetitions"], _scores)
+        return figures | {"control": compared(pairs)}
 
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:

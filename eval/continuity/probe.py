@@ -16,7 +16,8 @@ from ..results import Table, some_table
 from ..results_store import Key
 from ..runner import Results, Task
 from . import pictures
-from .aggregation import figure
+from .aggregation import answers, figure
+from .control import control_table
 from .engine import Reader, Record
 from .items import Item
 from .options import ProbeOptions
@@ -167,7 +168,10 @@ class Probe(Task[Measurement]):
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
         rules = [f", published {what}" for what in ("spans", "classes") if results.get(what) == "published"]
-        found = cls.summary_tables({model["name"] + "".join(rules): model["summary"] for model in results["models"]})
+        summaries = {model["name"] + "".join(rules): model["summary"] for model in results["models"]}
+        found = cls.summary_tables(summaries) + control_table(
+            summaries, {name for name, summary in summaries.items() if not answers(summary)}
+        )
         if results.get("runs"):
             found.append(runs_table(results["runs"]))
         speeds, reasons, shorter = list[list[Any]](), list[list[Any]](), list[list[Any]]()
@@ -223,7 +227,7 @@ def _lines(record: Record) -> Iterator[dict[str, Any]]:
     curves = record.get("curves", {}).items()  # probabilities of classes, or a distance
     columns = {name if name == "distance" else f"p({name})": curve for name, curve in curves}
     columns |= {f"token({name})": curve for name, curve in record.get("likely", {}).items()}
-    columns |= {name: record[name] for name in ("distance", "same_top", "recall", "found") if name in record}
+    columns |= {name: record[name] for name in ("distance", "nearest", "same_top", "recall", "found") if name in record}
     for number, factor in enumerate(record["factors"]):
         named = {"group": record["group"], "item": record["name"], "factor": factor}
         yield named | {name: curve[number] for name, curve in columns.items()}

@@ -11,9 +11,11 @@ from .probe import Probe, load_probed
 from .space import Boolean, Space
 from .sums import Sums
 from .transformations import Density, Scaling, Translation
+from .wholes import Wholes
 
 PROBES: dict[str, type[Probe]] = {
-    probe.name(): probe for probe in (Counting, Events, Sums, Space, Boolean, Translation, Scaling, Density, Memory)
+    probe.name(): probe
+    for probe in (Counting, Wholes, Events, Sums, Space, Boolean, Translation, Scaling, Density, Memory)
 }
 
 

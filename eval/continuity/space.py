@@ -19,10 +19,11 @@ from .aggregation import (
     valid,
     with_global,
 )
+from .control import RIGHT, compared, with_other_labels
 from .data import load
 from .engine import Record
 from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
-from .metrics import normalised_max_derivative, outside_ends
+from .metrics import likeliest, normalised_max_derivative, outside_ends
 from .options import ProbeOptions
 from .probe import Probe
 from .prompts import BOOLEAN_TEMPLATES, YES_OR_NO
@@ -37,6 +38,8 @@ PAPER = {  # valid share (table 8), derivative (9), mean m_max and share of m_ma
 FAR_OUTSIDE = 0.05
 DERIVATIVE = "normalised max. |derivative|"
 FIGURES = {DERIVATIVE: "derivative", "mean m_max": "m_max", "m_max ≥ 0.05": "far_outside"}  # by title
+# by kind of question, of the first and of the second object
+ANSWERS = {"both": ("yes", "yes"), "neither": ("no", "no"), "first": ("yes", "no"), "second": ("no", "yes")}
 NUM_PAIRS = 50  # as in the paper; its file has a few more
 QUESTIONS = {
     ("apples", "bananas"): ("Are {} red?", "Are {} fruits?"),
@@ -99,21 +102,22 @@ class Space(Probe):
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
-        compared = valid(in_set(records))
+        posed = valid(in_set(records))
         derivatives, most = [], []
-        for record in compared:
+        for record in posed:
             found = [normalised_max_derivative(record["factors"], curve) for curve in record["curves"].values()]
             derivatives += [value for value in found if value is not None]
             most.append(max(outside_ends(curve) for curve in record["curves"].values()))
         return {
             "records": len(in_set(records)),
-            "valid": len(compared),
-            "mass": mass(compared),
+            "valid": len(posed),
+            "mass": mass(posed),
             "derivative": mean(derivatives),
-            "constant_curves": 2 * len(compared) - len(derivatives),
+            "constant_curves": 2 * len(posed) - len(derivatives),
             "m_max": mean(most),
             "far_outside": mean([float(value >= FAR_OUTSIDE) for value in most]),
             "m_max_of_each": most,
+            "control": compared(with_other_labels(posed, _kind, _scores)),
         }
 
     @classmethod
@@ -135,6 +139,16 @@ class Space(Probe):
         rows.append(["all six models (paper)", "", "", "", "", "20 %", ""])  # appendix C.4.3
         columns = ["model", "valid", "records", *FIGURES, mass_column("yes and no")]
         return [Table("from one object to the other (tables 8, 9 and 10)", columns, rows)]
+
+
+def _kind(record: Record) -> str:
+    return record["name"].split()[-1]
+
+
+def _scores(record: Record, kind: str) -> dict[str, float | None]:
+    """Returns the share of the two ends whose likelier answer is the one of a kind of question."""
+    ends = [likeliest(record["curves"], at) for at in (0, -1)]
+    return {RIGHT: mean([float(said == wanted) for said, wanted in zip(ends, ANSWERS[kind], strict=True)])}
 
 
 def _figures(derivative: float | None, m_max: float | None, far_outside: float | None) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..results import Table
 from .aggregation import SET, answers, if_answering, in_set, mass, mass_column, mean, percent, ratio, valid, with_global
+from .control import RIGHT, compared, with_other_labels
 from .data import load
 from .engine import Record
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
@@ -88,7 +89,8 @@ class Sums(Probe):
         others = [set(record["published_other"]) for record in posed]
         published = [published_sum_properties(*one, other) for one, other in zip(asked, others, strict=True)]
         shared = {"records": len(in_set(records)), "posed": len(posed), "mass": mass(in_set(records))}
-        return shared | _shares(ours) | {"published": shared | _shares(published)}
+        pairs = with_other_labels(posed, _label, _scores)
+        return shared | _shares(ours) | {"published": shared | _shares(published), "control": compared(pairs)}
 
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:
@@ -120,6 +122,21 @@ class Sums(Probe):
             Table("valid records: the unchanged sum is right (table 6)", columns, rates),
             Table("of these, how many have each property (table 7)", ["model", *named, of_digits], rows),
         ]
+
+
+def _label(record: Record) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    return record["original"], tuple(record["shrunk"]), tuple(record["published_other"])
+
+
+def _scores(record: Record, label: tuple[str, tuple[str, ...], tuple[str, ...]]) -> dict[str, float | None]:
+    """Returns the figures of a record as if it asked for another sum. P1 to P3 are None if its sum is wrong."""
+    original, shrunk, other = label
+    asked = (record["curves"], original, set(shrunk))
+    ours, published = sum_properties(*asked), published_sum_properties(*asked, set(other))
+    scores: dict[str, float | None] = {RIGHT: float(ours["valid"])}
+    for rule, found in (("", ours), (", published rule", published)):
+        scores |= {f"{name}{rule}": float(found[name]) if found["valid"] else None for name in PROPERTIES}
+    return scores
 
 
 def _shares(properties: Sequence[dict[str, bool]]) -> dict[str, Any]:

@@ -84,12 +84,12 @@ def cells_of(results):
                 cells |= {} if distance is None else {"distance": distance[n]}
                 cells |= {f"p({name})": curve[n] for name, curve in watched.items()}
                 cells |= {f"token({name})": curve[n] for name, curve in record.get("likely", {}).items()}
-                for name in ("distance", "same_top", "recall", "found"):
+                for name in ("distance", "nearest", "same_top", "recall", "found"):
                     cells |= {name: record[name][n]} if name in record else {}
                 yield {name: str(value) for name, value in cells.items()}
 
 
-WITH_LIMIT = {"counting", "events", "sums", "space", "memory"}
+WITH_LIMIT = {"counting", "wholes", "events", "sums", "space", "memory"}
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,7 @@ def measured(folder, tmp_path_factory):
 
 TITLES = {
     "counting": "normalised peak frequency, all peaks (table 2)",
+    "wholes": "8 words of duration m / 8, for m of 1 to 7",
     "events": "normalised peak frequency, expected peaks only (table 5)",
     "sums": "of these, how many have each property (table 7)",
     "space": "from one object to the other (tables 8, 9 and 10)",
@@ -122,7 +123,7 @@ TITLES = {
 
 @pytest.mark.parametrize("name", PROBES)
 def test_figures_are_the_same_in_every_file(name, folder, measured):
-    counts_or_adds = name in ("counting", "events", "sums", "boolean")
+    counts_or_adds = name in ("counting", "wholes", "events", "sums", "boolean")
     source = folder / ("folded" if name == "memory" else "llama" if counts_or_adds else "stories")
     results, shown, output = measured(name, source.name)
     (model,) = results["models"]
@@ -251,7 +252,7 @@ def test_all_of_them_on_two_models_and_a_page(folder, tmp_path, monkeypatch):
     pictures = 0
     for name in PROBES:
         results = check_files(tmp_path, name, ["two"] if name == "memory" else ["one", "two"])
-        assert results["template"] == ("listed" if name == "counting" else "sentence")
+        assert results["template"] == ("listed" if name in ("counting", "wholes") else "sentence")
         assert results["limit"] == (1 if name in WITH_LIMIT else None)
         assert ("speed" in results["models"][0]) == (name == "counting")
         assert (tmp_path / f"probe_{name}.csv").stat().st_size > 1_000

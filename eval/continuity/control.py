@@ -6,9 +6,10 @@ the labels of all other records, which is what shuffling the labels gives on ave
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from math import inf
 from typing import Any
 
-from ..intervals import bracketed, interval
+from ..intervals import bracketed, mean_and_interval
 from ..results import Table, some_table
 from ..statistics import wilson
 from .engine import Record
@@ -46,19 +47,24 @@ def compared(pairs: Mapping[str, Pairs]) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "records": len(found),
-            "own": _with_interval([own for own, _ in found]),
-            "others": _with_interval([others for _, others in found]),
+            "own": _of_own([own for own, _ in found]),
+            "others": _with_interval([others for _, others in found], least=0),
             "difference": _with_interval([own - others for own, others in found]),
         }
         for name, found in pairs.items()
     }
 
 
-def _with_interval(values: Sequence[float]) -> dict[str, Any]:
-    mean, low, high = interval(values) if values else (None, None, None)
+def _with_interval(values: Sequence[float], least: float = -inf) -> dict[str, Any]:
+    found = mean_and_interval(values, least)
+    return {name: found[name] for name in ("mean", "low", "high")}
+
+
+def _of_own(values: Sequence[float]) -> dict[str, Any]:
     if values and set(values) <= {0.0, 1.0}:
         low, high = wilson(round(sum(values)), len(values))
-    return {"mean": mean, "low": low, "high": high}
+        return {"mean": sum(values) / len(values), "low": low, "high": high}
+    return _with_interval(values, least=0)
 
 
 def shown(found: Mapping[str, Any]) -> str:

@@ -43,6 +43,7 @@ def test_how_many_items_there_are():
     found = {name: len(probe.prompts(options())) for name, probe in PROBES.items()}
     expected = {"counting": 203, "events": 203, "sums": 5 * 8 + 200, "space": 6 + 7 + 4 + 200, "boolean": 4 * 4}
     expected |= {"translation": 4, "scaling": 4, "density": 2 * 4 + 2 * 4, "memory": (4 + 3) * (3 + 20) + 20}
+    expected["wholes"] = 3 * 20
     assert found == expected
 
 

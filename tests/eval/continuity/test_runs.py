@@ -86,7 +86,7 @@ def test_figures_of_the_probes():
     sums = Sums.figures(Sums.summary([answered | labels]))
     assert [sums[name] for name in ("valid", "P1", "P2", "P3", "P3, published rule")] == [1, 1, 1, 1, 1]
     assert Sums.figures(Sums.summary([silent | labels]))["P1"] is None
-    between = record | {"curves": {"yes": [0.6, 0.9], "no": [0.4, 0.1]}}
+    between = record | {"name": "0 both", "curves": {"yes": [0.6, 0.9], "no": [0.4, 0.1]}}
     space = Space.figures(Space.summary([between]))
     assert (space["valid"], space["mean m_max"], space["mass of yes and no"]) == (1, 0, pytest.approx(1))
     bits = record | {"factors": [0, 0.5, 1], "curves": {"0": [0.5, 0.1, 0.5], "1": [0.5, 0.9, 0.5]}}

@@ -124,21 +124,21 @@ class Loss(Evaluation[Reading]):
         return {"losses": np.round(loss_N.astype(np.float64), DIGITS).tolist()}
 
     def summarise(self, measured: Sequence[tuple[Reading, Record]]) -> dict[str, Any]:
-        """Returns `costs`, with the mean over the texts, its 95 % t interval and `by_text`, and `by_position`: means of
-        `block` tokens each."""
+        """Returns `costs` by source, with the mean over the texts, its 95 % t interval and `by_text`, the same
+        `above_window` if there is one, and `by_position`: means of `block` tokens each."""
         losses = {item: np.array(record["losses"]) for item, record in measured}
-        reference = self.models[0].name
         found: dict[str, Any] = {"costs": [], "by_position": []}
-        for model, way in self._ways():
-            for source in self.texts:
-                about = {"model": model.name, "way": way, "source": source}
-                own = self._means(losses, model.name, way, source)
-                paired = zip(own, self._means(losses, reference, OWN, source), strict=True)
-                by_text = [one - other for one, other in paired]
-                cost, low, high = interval(by_text)
-                found["costs"].append(
-                    about | {"cost": cost, "low": low, "high": high, "loss": float(np.mean(own)), "by_text": by_text}
-                )
+        ways = [(model.name, way) for model, way in self._ways()]
+        window = next((one for one in ways if one[1] == WINDOW), None)
+        for source in self.texts:
+            means = {one: self._means(losses, *one, source) for one in ways}
+            for name, way in ways:
+                about = {"model": name, "way": way, "source": source}
+                own, reference = means[name, way], means[self.models[0].name, OWN]
+                cost = about | {"loss": float(np.mean(own))} | _above(own, reference)
+                if window is not None:
+                    cost["above_window"] = _above(own, means[window])
+                found["costs"].append(cost)
                 found["by_position"] += [
                     about | by_blocks(loss_N, len(self.texts[source][-1]) - 1)
                     for item, loss_N in losses.items()
@@ -154,7 +154,8 @@ class Loss(Evaluation[Reading]):
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         """Returns the costs, then the losses by position: means from the token `first` on, before `end`."""
-        found = [{name: value for name, value in cost.items() if name != "by_text"} for cost in results["costs"]]
+        kept = ("model", "way", "source", "loss", "cost", "low", "high")
+        found = [{name: cost[name] for name in kept} | _of_window(cost) for cost in results["costs"]]
         for curve in results["by_position"]:
             about = {name: curve[name] for name in ("model", "way", "source")}
             for part, loss in enumerate(curve["losses"]):
@@ -179,16 +180,18 @@ class Loss(Evaluation[Reading]):
     @classmethod
     def tables(cls, results: Results) -> list[Table]:
         reference, number = results["models"][0]["name"], results["num_texts"]
-        rows = [
-            [Path(cost["source"]).name, label_of(cost, results), f"{cost['loss']:.4f}",
-             bracketed((cost["cost"], cost["low"], cost["high"]), "+.4f") if any(cost["by_text"]) else ""]
-            for cost in results["costs"]
-        ]  # fmt: skip
+        rows = []
+        for cost in results["costs"]:
+            above = [_written(cost), *([_written(cost["above_window"])] if "above_window" in cost else [])]
+            rows.append([Path(cost["source"]).name, label_of(cost, results), f"{cost['loss']:.4f}", *above])
+        columns = ["source", "model", "loss", f"above {reference}"]
+        if results["window"] is not None:
+            columns.append("above the window")
         title = (
             f"loss [nats a token] of tokens {results['first']:,} to {results['num_tokens']:,} of at most {number} "
             "texts a source; 95 % t interval over the texts"
         )
-        found = [Table(title, ["source", "model", "loss", f"above {reference}"], rows)]
+        found = [Table(title, columns, rows)]
         for (source,), curves in groups_of(results["by_position"], "source").items():
             block, parts = curves[0]["block"], max(len(curve["losses"]) for curve in curves)
             lines = [
@@ -213,6 +216,22 @@ class Loss(Evaluation[Reading]):
                 _draw_costs(row[0], Path(source).name, costs, results)
                 if curves:
                     _draw_positions(row[1], curves, results)
+
+
+def _above(own: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """Returns how far losses are above others of the same texts: the mean, its 95 % t interval, and `by_text`."""
+    by_text = [one - other for one, other in zip(own, others, strict=True)]
+    cost, low, high = interval(by_text)
+    return {"cost": cost, "low": low, "high": high, "by_text": by_text}
+
+
+def _written(above: dict[str, Any]) -> str:
+    return bracketed((above["cost"], above["low"], above["high"]), "+.4f") if any(above["by_text"]) else ""
+
+
+def _of_window(cost: dict[str, Any]) -> dict[str, Any]:
+    above = cost.get("above_window", {})
+    return {f"{name}_above_window": above[name] for name in ("cost", "low", "high") if above}
 
 
 def check_models(models: Sequence[EvaluatedModel], options: LossOptions) -> None:

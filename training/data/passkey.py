@@ -60,15 +60,22 @@ class _Row(NamedTuple):
     prompt: list[int]
     frame: _Frame
     starts: list[int]  # of each sentence, then of the question
+    fillers: list[int]  # where each begins
 
 
 class PasskeyTask(GeneratedTask):
     """Fills prompts up to a length by repeating the filler before, between and after the key sentences."""
 
     def __init__(
-        self, tokenizer, num_keys: int = 1, num_digits: int = 4, frame: tuple[list[int], list[int]] | None = None
+        self,
+        tokenizer,
+        num_keys: int = 1,
+        num_digits: int = 4,
+        frame: tuple[list[int], list[int]] | None = None,
+        early_questions: int = 0,
     ):
         """`frame`: the tokens before and after the prompt, such as a chat's; None: the tokenizer's first tokens.
+        `early_questions` are only in texts to train on, which have up to so many.
 
         Raises `ValueError` for impossible numbers, and for several keys if the tokenizer does not know their names.
         """
@@ -81,7 +88,10 @@ class PasskeyTask(GeneratedTask):
         before, self.after = (first_tokens(tokenizer), []) if frame is None else frame
         self.preamble = before + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"]
         self.filler = self._encode(FILLER)
+        self.early_questions = early_questions
         self.names = self._usable_names() if num_keys > 1 else []
+        some, others = (self._encode(ANSWER.format(key=digit * num_digits)) for digit in "19")
+        self.digit_tokens = sum(one != other for one, other in zip(some, others, strict=False))  # of an answer
 
     def _usable_names(self) -> list[str]:
         if unknown := unknown_words(self.tokenizer, NAMES):
@@ -166,13 +176,15 @@ class PasskeyTask(GeneratedTask):
             int(generator.integers(0, fillers + 1)) if depth is None or which != frame.asked else round(depth * fillers)
             for which in range(self.num_keys)
         ]
-        ids, starts, done = list(self.preamble), [0] * self.num_keys, 0
-        for which in sorted(range(self.num_keys), key=gaps.__getitem__):
-            ids += self.filler * (gaps[which] - done)
-            starts[which], done = len(ids), gaps[which]
-            ids += frame.sentences[which]
-        ids += self.filler * (fillers - done)
-        return _Row(ids + frame.question, frame, [*starts, len(ids)])
+        ids, starts, filler_at, done = list(self.preamble), [0] * self.num_keys, list[int](), 0
+        for which in [*sorted(range(self.num_keys), key=gaps.__getitem__), None]:
+            more = (fillers if which is None else gaps[which]) - done
+            filler_at += range(len(ids), len(ids) + more * len(self.filler), len(self.filler))
+            ids += self.filler * more
+            if which is not None:
+                starts[which], done = len(ids), gaps[which]
+                ids += frame.sentences[which]
+        return _Row(ids + frame.question, frame, [*starts, len(ids)], filler_at)
 
     def _surprises(self, frame: _Frame) -> list[int]:
         """Returns how many first tokens of each sentence, and of the question, can't be predicted."""
@@ -186,7 +198,8 @@ class PasskeyTask(GeneratedTask):
         return max(0, -(-lacking // len(self.filler))) * len(self.filler)
 
     def _example(self, row: _Row, background: int, generator: np.random.Generator) -> Example:
-        """Gives labels to the answer, and to `background` tokens that can be predicted."""
+        """Gives labels to the answer, to one token of each early question, and to `background` tokens that can be
+        predicted."""
         input_ids = np.array(row.prompt + row.frame.answer)
         predictable = np.ones(len(row.prompt), dtype=bool)
         predictable[0] = False
@@ -196,5 +209,36 @@ class PasskeyTask(GeneratedTask):
             raise ValueError(
                 f"background={background} and the text has {predictable.sum()} tokens that can be predicted: lower it."
             )
+        most = (int(predictable.sum()) - background) // len(self.filler)  # early questions can't be predicted
+        early = self._ask_early(row, most, input_ids, generator) if self.early_questions else {}
+        for start in early:
+            predictable[start : start + len(self.filler)] = False
         labelled = [*generator.choice(np.flatnonzero(predictable), background, replace=False)]
-        return Example.with_labels_at([*labelled, *range(len(row.prompt), len(input_ids))], input_ids)
+        example = Example.with_labels_at([*labelled, *range(len(row.prompt), len(input_ids))], input_ids)
+        for at, token in early.values():
+            example.labels[at] = token
+        return example
+
+    def _ask_early(
+        self, row: _Row, most: int, input_ids: np.ndarray, generator: np.random.Generator
+    ) -> dict[int, tuple[int, int]]:
+        """Writes questions over the beginnings of fillers behind the requested key, each with a part of its answer: the
+        tokens before a random one with a digit. Returns that token and its place in the text by the start of a filler.
+
+        The token itself isn't in the text, which goes on with the filler: no later question can read it there.
+        """
+        question, answer = row.frame.question, row.frame.answer
+        if len(question) + len(answer) > len(self.filler):
+            raise ValueError(
+                f"early_questions={self.early_questions}: a question with its answer has {len(question) + len(answer)} "
+                f"tokens, more than the filler's {len(self.filler)}. Set early_questions=0 or fewer num_digits."
+            )
+        behind = [start for start in row.fillers if start > row.starts[row.frame.asked]]
+        number = int(generator.integers(min(self.early_questions, len(behind), most) + 1))
+        early = {}
+        for start in generator.choice(behind, number, replace=False).tolist() if number else ():
+            said = int(generator.integers(len(answer) - self.digit_tokens, len(answer)))
+            piece = question + answer[:said]
+            input_ids[start : start + len(piece)] = piece
+            early[start] = (start + len(piece), answer[said])
+        return early

@@ -104,6 +104,9 @@ class PasskeyData(GeneratedData):
     task: Literal["passkey"]
     num_keys: int = Field(1, ge=1, description="in a text")
     num_digits: int = Field(4, ge=1, description="of each key")
+    early_questions: int = Field(
+        0, ge=0, description="maximum questions within a text, at random places behind the key, each for one digit"
+    )
 
 
 class RecallData(AskedData):

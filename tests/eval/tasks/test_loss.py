@@ -87,10 +87,11 @@ def test_costs_are_means_from_the_second_segment_on(output, models, folders):
     results, texts = json.loads((output[0] / "loss.json").read_text()), pieces_of(folders)
     for cost in results["costs"]:
         pieces, _ = texts[cost["source"].rsplit("/", 1)[-1]]
-        own, stock = (
+        own, stock, window = (
             [float(expected(models, name, way, ids)[LENGTH - 1 :].mean()) for ids in pieces]
-            for name, way in ((cost["model"], cost["way"]), ("stock", "own"))
+            for name, way in ((cost["model"], cost["way"]), ("stock", "own"), ("stock", "window"))
         )
+        assert cost["above_window"]["cost"] == pytest.approx(np.mean(own) - np.mean(window), abs=ROUNDING)
         assert cost["loss"] == pytest.approx(np.mean(own), abs=ROUNDING)
         assert cost["cost"] == pytest.approx(np.mean(own) - np.mean(stock), abs=ROUNDING)
         differences = np.subtract(own, stock)
@@ -113,10 +114,10 @@ def test_losses_by_position_are_means_of_blocks(output, models, folders):
 
 def test_table_picture_and_rows(output):
     folder, printed = output
-    assert "stock, window of 12 keys, 4 of them sinks" in printed
+    assert "stock, window of 12 keys, 4 of them sinks" in printed and "above the window" in printed
     assert (folder / "loss.png").stat().st_size > 1000
     rows = list(csv.DictReader((folder / "loss.csv").open()))
-    assert {row["model"] for row in rows} == {"stock", "folded"}
+    assert {row["model"] for row in rows} == {"stock", "folded"} and rows[0]["cost_above_window"]
 
 
 def test_a_stock_model_ends_at_its_positions(folders, tmp_path):

@@ -282,3 +282,42 @@ def test_several_keys_with_other_tokenizers(stories):
         text = tokenizer.decode(prompt)
         (asked,) = re.findall(r"What is the passkey of the (\w+)\?", text)
         assert re.findall(rf"The passkey of the {asked} is (\d+)", text) == [key]
+
+
+@pytest.mark.parametrize("num_keys", [1, 2])
+def test_early_questions_have_a_digit_as_label_and_only_the_digits_before_it_in_the_text(num_keys):
+    tokenizer = tokenizer_with_names()
+    plain, task = (PasskeyTask(tokenizer, num_keys=num_keys, early_questions=number) for number in (0, 6))
+    counts, said = [], []
+    for seed in range(60):
+        without = plain.training_batch(1, 420, 0, np.random.default_rng(seed))
+        batch = task.training_batch(1, 420, 0, np.random.default_rng(seed))
+        ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+        assert len(ids) == without["input_ids"].shape[1] and labels[-4:] == ids[-4:]
+        text = " ".join(tokenizer.convert_ids_to_tokens(ids))
+        key = text[-7:].replace(" ", "")
+        early = [at for at, label in enumerate(labels[:-4]) if label != -100]
+        counts.append(len(early))
+        asked = text[:-8].split(" ? The passkey ")[-1]
+        for at in early:
+            before = " ".join(tokenizer.convert_ids_to_tokens(ids[:at]))
+            given = before.split(" ? The passkey ")[-1].removeprefix(asked).replace(" ", "")
+            assert key.startswith(given) and tokenizer.convert_ids_to_tokens(labels[at]) == key[len(given)]
+            assert before.count("Remember it carefully") >= 1 and " ".join(key) in before  # behind its sentence
+            assert tokenizer.convert_ids_to_tokens(ids[at]) not in "0123456789"  # the filler goes on
+            said.append(len(given))
+    assert set(counts) == set(range(7)) and set(said) == {0, 1, 2, 3}
+
+
+def test_early_questions_leave_room_for_the_background():
+    task = PasskeyTask(passkey_tokenizer(), early_questions=16)
+    for seed in range(40):
+        batch = task.training_batch(2, 140, 60, np.random.default_rng(seed))
+        is_background = batch["labels"] == batch["input_ids"]
+        assert (is_background[:, :-4].sum(1) == 60).all()
+
+
+def test_early_questions_longer_than_the_filler_are_refused():
+    task = PasskeyTask(passkey_tokenizer(), num_digits=20, early_questions=1)
+    with pytest.raises(ValueError, match="early_questions=1: a question with its answer has 28 tokens, more than"):
+        task.training_batch(1, 400, 0, np.random.default_rng(0))

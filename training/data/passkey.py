@@ -223,9 +223,10 @@ class PasskeyTask(GeneratedTask):
         self, row: _Row, most: int, input_ids: np.ndarray, generator: np.random.Generator
     ) -> dict[int, tuple[int, int]]:
         """Writes questions over the beginnings of fillers behind the requested key, each with a part of its answer: the
-        tokens before a random one with a digit. Returns that token and its place in the text by the start of a filler.
+        tokens before one with a digit, a random one for all. Returns it and its place in the text by the start of a
+        filler.
 
-        The token itself isn't in the text, which goes on with the filler: no later question can read it there.
+        This digit isn't in the text, which goes on with the filler: no later question can read it there.
         """
         question, answer = row.frame.question, row.frame.answer
         if len(question) + len(answer) > len(self.filler):
@@ -235,10 +236,9 @@ class PasskeyTask(GeneratedTask):
             )
         behind = [start for start in row.fillers if start > row.starts[row.frame.asked]]
         number = int(generator.integers(min(self.early_questions, len(behind), most) + 1))
-        early = {}
+        said = int(generator.integers(len(answer) - self.digit_tokens, len(answer)))
+        piece, early = question + answer[:said], {}
         for start in generator.choice(behind, number, replace=False).tolist() if number else ():
-            said = int(generator.integers(len(answer) - self.digit_tokens, len(answer)))
-            piece = question + answer[:said]
             input_ids[start : start + len(piece)] = piece
             early[start] = (start + len(piece), answer[said])
         return early

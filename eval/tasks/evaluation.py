@@ -21,6 +21,7 @@ from ..options import stored
 from ..overview import Figure, remark_of
 from ..results import Table, some_table
 from ..runner import Results, Task
+from .window_model import WindowModel
 
 Item = TypeVar("Item")
 
@@ -56,6 +57,8 @@ def complete(
     evaluated: EvaluatedModel, prompt_ids_BN: torch.Tensor, new_tokens: int, **options: Any
 ) -> tuple[torch.Tensor, int]:
     """Returns the likeliest tokens [B, new] after prompts of one length, and the state's bytes of one prompt."""
+    if isinstance(evaluated, WindowModel):
+        return evaluated.complete(prompt_ids_BN, new_tokens)
     found_BN, num_bytes = generate(
         evaluated.model,
         prompt_ids_BN,

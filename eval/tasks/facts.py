@@ -52,7 +52,7 @@ class Facts(Grid):
         sentences = list(read_sentences(sources)) if sources else None
         self.text = hashlib.sha256(repr(sentences).encode()).hexdigest()[:16]
         self.tasks = {
-            model.name: FactsTask(model.tokenizer, options.kinds, options.num_facts, sentences) for model in models
+            model.name: FactsTask(model.tokenizer, options.kinds, options.num_facts, sentences) for model in self.models
         }
         shortest = min(options.lengths)
         for name, task in self.tasks.items():  # refuses lengths that are too short before anything is measured

@@ -18,6 +18,7 @@ from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import wilson
 from .evaluation import Evaluation, dtype_of, figure_of, shown_name, state_unit
+from .window_model import WindowModel, with_window
 
 LINE_STYLES = ("-", "--", "-.")  # in turn, so overlapping lines remain visible
 PAGE_WIDTH = 11.0  # of a report [inches]
@@ -47,9 +48,9 @@ class Grid(Evaluation[Batch]):
     row_title: ClassVar[str]
 
     def __init__(self, options: Any, models: Sequence[EvaluatedModel]):
-        super().__init__(options, models)
+        super().__init__(options, with_window(models, options.window, options.device_map))
         given = options.longest_trained
-        self.longest_trained = {model.name: given or trained_length(model.source) for model in models}
+        self.longest_trained = {model.name: given or trained_length(model.source) for model in self.models}
 
     @staticmethod
     @abstractmethod
@@ -57,8 +58,9 @@ class Grid(Evaluation[Batch]):
         """Returns the name of a row in a picture."""
 
     def settings(self) -> dict[str, Any]:
-        # Measurements that are older than the option `cell_tokens` have no such field.
-        return {name: value for name, value in super().settings().items() if (name, value) != ("cell_tokens", None)}
+        # Measurements that are older than these options have no such fields.
+        newer = ("cell_tokens", None), ("window", None)
+        return {name: value for name, value in super().settings().items() if (name, value) not in newer}
 
     def items(self) -> list[Batch]:
         options = self.options
@@ -81,7 +83,7 @@ class Grid(Evaluation[Batch]):
         return {}
 
     def num_tokens(self, item: Batch) -> int:
-        return item.length
+        return min(item.length, item.model.window) if isinstance(item.model, WindowModel) else item.length
 
     def key(self, item: Batch) -> Key:
         return {**self._cell(item), "first_prompt": item.first}

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense import CondenseConfig
-
 from ..decoding import max_positions
 from ..intervals import bracketed, interval
 from ..models import EvaluatedModel
@@ -28,6 +26,7 @@ from .evaluation import Evaluation, shown_name
 from .fold_arms import WINDOW_SINKS
 from .options import LossOptions
 from .window_attention import windowed
+from .window_model import check_window
 from .windows import head_losses, read_texts
 
 OWN, WINDOW = "own", "window"
@@ -236,8 +235,7 @@ def _of_window(cost: dict[str, Any]) -> dict[str, Any]:
 
 def check_models(models: Sequence[EvaluatedModel], options: LossOptions) -> None:
     """Raises `ValueError` for models with different tokenizers, and for a window without a stock model."""
-    if options.device_map is not None and options.window is not None:
-        raise ValueError(f"--device-map {options.device_map} does not go with --window: leave one of them out.")
+    check_window(options.window, models, options.device_map)
     vocabulary = models[0].tokenizer.get_vocab()
     for model in models[1:]:
         if model.tokenizer.get_vocab() != vocabulary:
@@ -245,12 +243,6 @@ def check_models(models: Sequence[EvaluatedModel], options: LossOptions) -> None
                 f"{model.name} has another tokenizer than {models[0].name}, so their losses are of other tokens: "
                 "compare models with one tokenizer."
             )
-    if options.window is None:
-        return
-    if options.window <= WINDOW_SINKS:
-        raise ValueError(f"--window {options.window} has {WINDOW_SINKS} sinks: give it more keys.")
-    if all(model.config.model_type == CondenseConfig.model_type for model in models):
-        raise ValueError(f"--window {options.window} is of a stock model, and all are folded: add --model STOCK.")
 
 
 def find_texts(tokenizer: Any, source: str, options: LossOptions) -> list[torch.Tensor]:

@@ -60,6 +60,9 @@ BadDocuments = Literal["refuse", "skip"]
 LongestTrained = Annotated[
     int | None, Option("Tokens, drawn as a border; default: from the recipe of the model, if known.", may_change=True)
 ]
+Window = Annotated[
+    int | None, Option("Keys of StreamingLLM's window, in which the first stock model is read, too.", min=1)
+]
 Chat = Annotated[
     Sequence[str],
     Option("Name of a model that gets its prompts in its tokenizer's chat template; repeat it for several models."),
@@ -90,6 +93,7 @@ class PasskeyOptions(EvaluationOptions):
     cell_tokens: CellTokens = None
     num_keys: Annotated[int, Option("Keys in a text, one of which is asked for.", flags=("--keys",), min=1)] = 1
     num_digits: Annotated[int, Option("Digits of a key.", flags=("--digits",), min=1)] = 4
+    window: Window = None
     seed: PromptSeed = 0
     longest_trained: LongestTrained = None
     attention: AnyAttention = "auto"
@@ -152,6 +156,7 @@ class FactsOptions(EvaluationOptions):
     num_facts: Annotated[int, Option("Facts in a text, at most.", flags=("--facts",), min=1)] = 6
     num_prompts: NumPrompts = 100
     cell_tokens: CellTokens = None
+    window: Window = None
     seed: PromptSeed = 0
     longest_trained: LongestTrained = None
     attention: AnyAttention = "auto"
@@ -263,9 +268,7 @@ class LossOptions(EvaluationOptions):
         int,
         Option("Tokens of the longest document that are read for the loss by position; 0: none.", spelling=NUMBER_OR_0),
     ] = 16384
-    window: Annotated[
-        int | None, Option("Keys of StreamingLLM's window, in which the first stock model is read, too.", min=1)
-    ] = None
+    window: Window = None
     attention: AnyAttention = "auto"
 
 

@@ -37,7 +37,7 @@ class Passkey(Grid):
     def __init__(self, options: PasskeyOptions, models: Sequence[EvaluatedModel]):
         super().__init__(options, models)
         self.prompts = {}
-        for model in models:
+        for model in self.models:
             frame = chat_frame(model.tokenizer) if model.name in options.chat else None
             self.prompts[model.name] = PasskeyTask(model.tokenizer, options.num_keys, options.num_digits, frame)
         shortest = min(options.lengths)

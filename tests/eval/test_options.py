@@ -127,7 +127,7 @@ OF_ALL = "ranks device-map dtype attention"  # but probe
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("passkey", f"chat lengths depths prompts cell-tokens keys digits seed longest-trained {OF_ALL}"),
+        ("passkey", f"chat lengths depths prompts cell-tokens keys digits window seed longest-trained {OF_ALL}"),
         ("recall", f"pairs lengths form values overwritten prompts seed {OF_ALL}"),
         ("perplexity", f"data text-field segments segment-length tokens curves batch {OF_ALL}"),
         (

@@ -105,7 +105,7 @@ class PasskeyData(GeneratedData):
     num_keys: int = Field(1, ge=1, description="in a text")
     num_digits: int = Field(4, ge=1, description="of each key")
     early_questions: int = Field(
-        0, ge=0, description="maximum questions within a text, at random places behind the key, each for one digit"
+        0, ge=0, description="maximum questions behind the key in a training text, for one digit, which is a label only"
     )
 
 

@@ -284,7 +284,8 @@ def _draw_costs(panel: Any, source: str, costs: Sequence[dict[str, Any]], result
     for place, cost in enumerate(costs):
         low, high = ([abs(cost[end] - cost["cost"])] if cost[end] is not None else [0] for end in ("low", "high"))
         panel.barh(place, cost["cost"], xerr=[low, high], color=f"C{place % 10}", height=0.6)
-    panel.set_yticks(range(len(costs)), [label_of(cost, results) for cost in costs], fontsize=8)
+    labels = [label_of(cost, results).replace(", window", ",\nwindow") for cost in costs]
+    panel.set_yticks(range(len(costs)), labels, fontsize=8)
     panel.invert_yaxis()
     panel.axvline(0, color="black", linewidth=1)
     panel.set_xlabel(f"nats a token above {results['models'][0]['name']}", fontsize=8)

@@ -1,6 +1,6 @@
 """Times training steps with gradient checkpointing by groups of segments, beside a stock model's with checkpointing.
 
-Prints docs/results/profile-cpu/checkpoint_groups.txt: the Table I model, medians in turn. Each group is recomputed at
+Prints a table of docs/results/profile-cpu/README.md: the Table I model, medians in turn. Each group is recomputed at
 once, and waves can run within it. Run it with OMP_NUM_THREADS=2.
 """
 

@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.gradient_sums --model stories260K --data input.txt
 
-Prints docs/results/gradient_sums.txt. The reference is the same model in float64. An error is the norm of the
+Prints the table in docs/performance.md. The reference is the same model in float64. An error is the norm of the
 difference of all gradients, relative to the norm of the reference.
 """
 

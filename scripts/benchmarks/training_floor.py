@@ -1,6 +1,6 @@
 """Estimates the least time of a training step of the Table I model on this machine, from products and attention only.
 
-Prints docs/results/profile-cpu/floor.txt.
+Prints a table of docs/results/profile-cpu/README.md.
 
 Axes: B rows, N tokens of an input, K keys, H query heads, G key/value heads, E head dimension, D hidden size,
 I intermediate size.

@@ -3,13 +3,15 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.adapter_base import BASE, describe_base, other_values, write_base
+from condense.adapter_base import BASE, describe_base, memory_of_base, other_values, write_base
 from condense.adapters import merge_adapters
 
 from ..refusals import assert_refused
@@ -259,3 +261,16 @@ def test_the_description_is_small_and_readable(adapters):
     found = json.loads((adapters / BASE).read_text())
     assert found["memory"]["segment_length"] == 5 and found["weights"]["model.norm.weight"]["shape"] == [64]
     assert {len(weight["values"]) for weight in found["weights"].values()} == {32}
+
+
+def test_the_adapters_of_smollm2_fit_the_base_that_they_describe():
+    folder = Path(__file__).parents[2] / "docs" / "results" / "smollm2" / "healing" / "adapters"
+    memory = memory_of_base(folder)
+    assert (memory["segment_length"], memory["memory_share"], memory["sink_token_id"]) == (256, 0.2, 1)
+    described = json.loads((folder / BASE).read_text())["weights"]
+    adapters = load_file(folder / "adapter_model.safetensors")
+    assert len(adapters) == 2 * 4 * 30
+    for name, weight in adapters.items():
+        base = described[name.removeprefix("base_model.model.").split(".lora_")[0] + ".weight"]["shape"]
+        assert weight.dtype == torch.bfloat16
+        assert weight.shape == ((16, base[1]) if ".lora_A." in name else (base[0], 16))

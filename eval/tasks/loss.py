@@ -204,17 +204,16 @@ class Loss(Evaluation[Reading]):
 
     @classmethod
     def draw(cls, results: Results, path: Path) -> None:
-        """Draws the costs, and the losses by position if they were measured; a row for each source."""
+        """Draws the costs of the sources, and below them the losses by position if they were measured."""
         sources = list(dict.fromkeys(cost["source"] for cost in results["costs"]))
-        columns = 2 if results["by_position"] else 1
-        size = (7 * columns, 1.5 + (2.4 if columns == 1 else 3.4) * len(sources))
-        with picture(path, rows=len(sources), columns=columns, figsize=size, squeeze=False) as panels:
-            for row, source in zip(panels, sources, strict=True):
+        rows, ways = 2 if results["by_position"] else 1, len(results["costs"]) / len(sources)
+        size = (2 + 3.2 * len(sources), 1.1 + 0.34 * ways + (3 if rows == 2 else 0))
+        with picture(path, rows=rows, columns=len(sources), figsize=size, squeeze=False) as panels:
+            for column, source in enumerate(sources):
                 costs = [one for one in results["costs"] if one["source"] == source and one["cost"]]
-                curves = [one for one in results["by_position"] if one["source"] == source]
-                _draw_costs(row[0], Path(source).name, costs, results)
-                if curves:
-                    _draw_positions(row[1], curves, results)
+                _draw_costs(panels[0, column], Path(source).name, costs, results, with_names=column == 0)
+                if curves := [one for one in results["by_position"] if one["source"] == source]:
+                    _draw_positions(panels[1, column], curves, results)
 
 
 def _above(own: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
@@ -280,12 +279,12 @@ def label_of(one: dict[str, Any], results: Results) -> str:
     return name if one["way"] == OWN else f"{name}, window of {results['window']} keys, {WINDOW_SINKS} of them sinks"
 
 
-def _draw_costs(panel: Any, source: str, costs: Sequence[dict[str, Any]], results: Results) -> None:
+def _draw_costs(panel: Any, source: str, costs: Sequence[dict[str, Any]], results: Results, with_names: bool) -> None:
     for place, cost in enumerate(costs):
         low, high = ([abs(cost[end] - cost["cost"])] if cost[end] is not None else [0] for end in ("low", "high"))
         panel.barh(place, cost["cost"], xerr=[low, high], color=f"C{place % 10}", height=0.6)
     labels = [label_of(cost, results).replace(", window", ",\nwindow") for cost in costs]
-    panel.set_yticks(range(len(costs)), labels, fontsize=8)
+    panel.set_yticks(range(len(costs)), labels if with_names else [""] * len(costs), fontsize=8)
     panel.invert_yaxis()
     panel.axvline(0, color="black", linewidth=1)
     panel.set_xlabel(f"nats a token above {results['models'][0]['name']}", fontsize=8)

@@ -1,8 +1,8 @@
 """Times a short text by a wavefront, and the operations of its diagonals without modules: where does the time go?
 
-Prints docs/results/short_texts/diagonals.txt: the models of `short_texts`, in float32 without gradients. A diagonal
-has all layers, each on a different segment. Here every segment has a memory and writes one, also the first and the
-last. Figures are medians in turn, after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
+Prints the second part of docs/results/short_texts/short_texts.txt: the models of `short_texts`, in float32 without
+gradients. A diagonal has all layers, each on a different segment. Here every segment has a memory and writes one, also
+the first and the last. Figures are medians in turn, after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
 
 Axes: M layers, T tokens of a segment, K keys, D hidden size, I intermediate size, H heads, E head dimension.
 """

@@ -279,11 +279,15 @@ def label_of(one: dict[str, Any], results: Results) -> str:
     return name if one["way"] == OWN else f"{name}, window of {results['window']} keys, {WINDOW_SINKS} of them sinks"
 
 
+def _in_two_lines(label: str) -> str:
+    return label.replace(", window", ",\nwindow")
+
+
 def _draw_costs(panel: Any, source: str, costs: Sequence[dict[str, Any]], results: Results, with_names: bool) -> None:
     for place, cost in enumerate(costs):
         low, high = ([abs(cost[end] - cost["cost"])] if cost[end] is not None else [0] for end in ("low", "high"))
         panel.barh(place, cost["cost"], xerr=[low, high], color=f"C{place % 10}", height=0.6)
-    labels = [label_of(cost, results).replace(", window", ",\nwindow") for cost in costs]
+    labels = [_in_two_lines(label_of(cost, results)) for cost in costs]
     panel.set_yticks(range(len(costs)), labels if with_names else [""] * len(costs), fontsize=8)
     panel.invert_yaxis()
     panel.axvline(0, color="black", linewidth=1)
@@ -297,8 +301,9 @@ def _draw_positions(panel: Any, curves: Sequence[dict[str, Any]], results: Resul
         middles = [(part + 0.5) * curve["block"] for part in range(len(curve["losses"]))]
         is_reference = number == 0
         style = {"color": "black"} if is_reference else {"color": f"C{(number - 1) % 10}"}
-        panel.plot(middles, curve["losses"], label=label_of(curve, results), linewidth=1.3, **style)
+        panel.plot(middles, curve["losses"], label=_in_two_lines(label_of(curve, results)), linewidth=1.3, **style)
+    panel.tick_params(labelsize=7)
     panel.set_xlabel("position in the text [tokens]", fontsize=8)
     panel.set_ylabel("loss [nats a token]", fontsize=8)
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=7)
+    panel.legend(fontsize=6)

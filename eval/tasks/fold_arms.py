@@ -16,12 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from condense.memory_share import parse_share
 
 from .variants import variant, variant_config
-from .window_attention import windowed
+from .window_attention import WINDOW_SINKS, windowed
 from .windows import head_losses
 
 FULL, NONE, WINDOW = "full", "none", "window"
 LOWEST = "lowest"
-WINDOW_SINKS = 4  # StreamingLLM's
 ROW_TOKENS = 2**13  # of segments read alone, at once
 
 

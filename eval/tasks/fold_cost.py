@@ -32,9 +32,9 @@ from .fold_shown import data_of, label_of
 from .fold_texts import long_texts, own_samples
 from .options import FoldCostOptions
 from .variants import StockInMemory
+from .windows import by_blocks
 
 DIGITS = 5  # of a stored loss
-PARTS = 16  # of a text, by position
 
 
 class Reading(NamedTuple):
@@ -203,13 +203,10 @@ class FoldCost(Evaluation[Reading]):
 
     def _by_position(self, name: str, losses: dict[Reading, np.ndarray]) -> list[dict[str, Any]]:
         (text, tokens), found = self._longest(name), []
-        block = -(-tokens // PARTS)
         ways = product(self._position_lengths, self.arms)
         for one in [self._longest_in_full(name), *(Reading(name, text, tokens, length, *arm) for length, arm in ways)]:
-            parts = [losses[one][first : first + block] for first in range(0, one.tokens - 1, block)]
-            means = [float(part.mean()) for part in parts]
             about = {"model": name, "segment_length": one.segment_length, "memory": one.memory, "sink": one.sink}
-            found.append({**about, "tokens": one.tokens, "block": block, "losses": means})
+            found.append({**about, **by_blocks(losses[one], tokens), "tokens": one.tokens})
         return found
 
     def _choice(self, model: EvaluatedModel, costs: Sequence[dict[str, Any]]) -> dict[str, Any]:

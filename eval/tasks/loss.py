@@ -23,15 +23,13 @@ from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from .evaluation import Evaluation, shown_name
-from .fold_arms import WINDOW_SINKS
 from .options import LossOptions
-from .window_attention import windowed
-from .window_model import check_window
-from .windows import head_losses, read_texts
+from .window_attention import WINDOW_SINKS, windowed
+from .window_model import check_window, window_name
+from .windows import by_blocks, head_losses, read_texts
 
 OWN, WINDOW = "own", "window"
 DIGITS = 5  # of a stored loss
-PARTS = 16  # of the longer text, by position
 
 
 class Reading(NamedTuple):
@@ -268,15 +266,9 @@ def text_losses(model: Any, ids_N: torch.Tensor) -> np.ndarray:
     return head_losses(model, hidden_ND, ids_N[1:]).cpu().numpy()
 
 
-def by_blocks(loss_N: np.ndarray, longest: int) -> dict[str, Any]:
-    block = -(-longest // PARTS)
-    means = [float(loss_N[first : first + block].mean()) for first in range(0, len(loss_N), block)]
-    return {"tokens": len(loss_N), "block": block, "losses": means}
-
-
 def label_of(one: dict[str, Any], results: Results) -> str:
     name = shown_name(one["model"], results)
-    return name if one["way"] == OWN else f"{name}, window of {results['window']} keys, {WINDOW_SINKS} of them sinks"
+    return name if one["way"] == OWN else window_name(name, results["window"])
 
 
 def _in_two_lines(label: str) -> str:

@@ -20,6 +20,7 @@ from condense.transformers_private import apply_rotary_pos_emb
 
 NAME = "condense_window"
 QUERIES = 512  # in a block
+WINDOW_SINKS = 4  # StreamingLLM's
 
 
 @contextmanager

@@ -11,15 +11,19 @@ import torch
 from condense import CondenseConfig
 
 from ..models import EvaluatedModel
-from .fold_arms import WINDOW_SINKS
-from .window_attention import windowed
+from .window_attention import WINDOW_SINKS, windowed
+
+
+def window_name(name: str, window: int) -> str:
+    """Returns the name in tables and pictures of a model that is read through a window."""
+    return f"{name}, window of {window} keys, {WINDOW_SINKS} of them sinks"
 
 
 class WindowModel(EvaluatedModel):
     """A stock model whose layers attend to the last `window` keys, the text's first ones (sinks) among them."""
 
     def __init__(self, stock: EvaluatedModel, window: int):
-        self.name = f"{stock.name}, window of {window} keys, {WINDOW_SINKS} of them sinks"
+        self.name = window_name(stock.name, window)
         self.source, self.tokenizer, self.config = stock.source, stock.tokenizer, stock.config
         self._stock, self.window = stock, window
 

@@ -21,6 +21,7 @@ from ..decoding import reads_in_parts
 TOKENS_AT_ONCE = 2**16  # in the windows that are read together
 TOKENS_IN_FLOAT32 = 1024  # logits copied at once
 BINS = 32  # for the position in the segment, in pictures
+PARTS = 16  # of a text, by position
 
 
 class Window(NamedTuple):
@@ -162,3 +163,10 @@ def by_position(values_L: np.ndarray) -> tuple[np.ndarray, list[float]]:
     starts = np.arange(0, length, size)
     middles = starts + (np.minimum(starts + size, length) - starts - 1) / 2
     return middles, [float(np.mean(values_L[start : start + size])) for start in starts]
+
+
+def by_blocks(loss_N: np.ndarray, longest: int) -> dict[str, Any]:
+    """Returns `losses`, means of `block` tokens each: a `PARTS`th of the longest text that is compared."""
+    block = -(-longest // PARTS)
+    means = [float(loss_N[first : first + block].mean()) for first in range(0, len(loss_N), block)]
+    return {"tokens": len(loss_N), "block": block, "losses": means}

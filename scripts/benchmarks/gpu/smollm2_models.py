@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from condense.eval.benchmark.timing import synchronize
 from condense.eval.intervals import interval
 from condense.eval.tasks.variants import variant
-from condense.eval.tasks.window_attention import windowed
+from condense.eval.tasks.window_attention import WINDOW_SINKS, windowed
 from condense.text import encode
 
 STOCK, SINK = "stock", "+sink"
-WINDOW_SINKS = 4  # StreamingLLM's
 LOGITS_AT_ONCE = {"cuda": 2**28, "cpu": 2**22}
 TOKENS_AT_ONCE = {"cuda": 2**16, "cpu": 2**12}  # of texts whose losses are computed
 DIGITS = 5  # of a stored loss

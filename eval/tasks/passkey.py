@@ -35,6 +35,8 @@ class Passkey(Grid):
     Options = PasskeyOptions
 
     def __init__(self, options: PasskeyOptions, models: Sequence[EvaluatedModel]):
+        if options.chat and options.window is not None:
+            raise ValueError(f"--window {options.window} has no chats, and --chat is given: leave one of them out.")
         super().__init__(options, models)
         self.prompts = {}
         for model in self.models:

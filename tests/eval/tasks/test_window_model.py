@@ -6,6 +6,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from condense.eval.models import EvaluatedModel
 from condense.eval.tasks import evaluate
+from condense.eval.tasks.options import PasskeyOptions
+from condense.eval.tasks.passkey import Passkey
 from condense.eval.tasks.window_model import WindowModel
 from condense.training.facts_data import write_facts_llama
 
@@ -76,4 +78,6 @@ def test_refusals(folders, tmp_path):
     given = {"models": [f"folded={folders / 'folded'}"], "lengths": [256], "num_prompts": 1}
     assert_refused("all are folded: add --model STOCK", evaluate, "passkey", tmp_path / "a", **given, window=16)
     given["models"] = [f"stock={folders / 'llama'}"]
+    chats = PasskeyOptions(models=["stock"], chat=["stock"], window=16)
+    assert_refused("--window 16 has no chats", Passkey, chats, [])
     assert_refused("--window 4 has 4 sinks: give it more keys", evaluate, "passkey", tmp_path / "b", **given, window=4)

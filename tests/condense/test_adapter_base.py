@@ -157,7 +157,9 @@ def test_a_tied_head_may_be_stored_as_its_own(tied, tmp_path):
         base.lm_head.weight.data.copy_(base.model.embed_tokens.weight)
     copied = tiny_model(torch.float32, tie_word_embeddings=not tied, **SHAPE)
     copied.load_state_dict(base.state_dict())
-    merge_adapters(copied, described(base, tmp_path))
+    adapters = described(base, tmp_path)
+    found, expected = (merge_adapters(one, adapters).state_dict() for one in (copied, base))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_vocabulary_that_was_extended_for_the_training(model, tmp_path):

@@ -155,11 +155,13 @@ def _segments(lines: Sequence[Line], prefix: str = "") -> list[str]:
 
 
 def _draw_segments(runs: Sequence[Run], path: Path) -> None:
-    """Draws a row for each run: losses by segment in training and, if available, in validation."""
-    with picture(path, rows=len(runs), columns=2, figsize=(10, 3.2 * len(runs)), squeeze=False) as axes:
+    """Draws a row for each run: losses by segment in training and, if any run has them, in validation."""
+    both = (("lines", "", "training"), ("validations", "eval_", "validation"))
+    drawn = [one for one in both if any(_segments(run[one[0]], one[1]) for run in runs)]
+    size = (5 * len(drawn), 3.2 * len(runs))
+    with picture(path, rows=len(runs), columns=len(drawn), figsize=size, squeeze=False) as axes:
         for run, row in zip(runs, axes, strict=True):
-            both = (("lines", "", "training"), ("validations", "eval_", "validation"))
-            for shown, (lines, prefix, what) in zip(row, both, strict=True):
+            for shown, (lines, prefix, what) in zip(row, drawn, strict=True):
                 for name in _segments(run[lines], prefix):
                     segment = name.removeprefix(f"{prefix}{SEGMENT}")
                     _plot(shown, run[lines], name, f"segment {segment}", marker="o" if prefix else "", markersize=3)

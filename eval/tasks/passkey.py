@@ -54,9 +54,8 @@ class Passkey(Grid):
     def measure(self, item: Batch) -> Record:
         model, tokenizer, prompts = item.model.model, item.model.tokenizer, self.prompts[item.model.name]
         generator = np.random.default_rng([self.options.seed, item.length, item.row_number])
-        for _ in range(item.first):  # a cell's prompts are drawn one after another, however they are batched
-            prompts.batch(1, item.length, generator, item.row)
-        passkeys = prompts.batch(item.size, item.length, generator, item.row)
+        # a cell's prompts are drawn one after another, however they are batched
+        passkeys = prompts.batch(item.size, item.length, generator, item.row, skip=item.first)
         chat, ending = item.model.name in self.options.chat, dict[str, Any]()
         find_number, new_tokens = first_number, passkeys.answer_ids_BA.shape[1]  # the text after the key isn't needed
         if chat:

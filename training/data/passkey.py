@@ -107,13 +107,21 @@ class PasskeyTask(GeneratedTask):
         return names
 
     def batch(
-        self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None = None
+        self,
+        num_rows: int,
+        num_tokens: int,
+        generator: np.random.Generator,
+        depth: float | None = None,
+        skip: int = 0,
     ) -> Passkeys:
         """Returns prompts with answers, of at most `num_tokens` tokens, filled with whole fillers.
 
         `depth` 0 puts the requested key before all fillers, and 1 after them. With None it is anywhere with equal
-        probability, like all other keys. Raises `ValueError` if the prompt without fillers is too long.
+        probability, like all other keys. `skip` draws so many prompts before these, without their texts. Raises
+        `ValueError` if the prompt without fillers is too long.
         """
+        for _ in range(skip):
+            self._draw(num_tokens, generator, depth)
         rows = self._rows(num_rows, num_tokens, generator, depth)
         return Passkeys(
             torch.tensor([row.prompt for row in rows]),
@@ -136,19 +144,25 @@ class PasskeyTask(GeneratedTask):
         frame = self._frame(total_length, generator)
         least = min(frame.length + self._filler_for(frame, background), total_length)
         num_tokens = random_length(least, shortest, total_length, generator)
-        return self._example(self._fill(frame, num_tokens, generator, depth=None), background, generator)
+        gaps = self._gaps(frame, num_tokens, generator, depth=None)
+        return self._example(self._fill(frame, gaps, num_tokens), background, generator)
 
     def _rows(self, num_rows: int, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[_Row]:
         if depth is not None and not 0 <= depth <= 1:
             raise ValueError(
                 f"depth={depth} is outside 0 to 1: 0 is directly after the preamble, 1 before the question."
             )
-        rows = [self._fill(self._frame(num_tokens, generator), num_tokens, generator, depth) for _ in range(num_rows)]
+        rows = [self._fill(*self._draw(num_tokens, generator, depth), num_tokens) for _ in range(num_rows)]
         if len({len(row.prompt) + len(row.frame.answer) for row in rows}) > 1:
             raise ValueError(
                 "this tokenizer splits keys of equal length into unequal numbers of tokens: not supported."
             )
         return rows
+
+    def _draw(self, num_tokens: int, generator: np.random.Generator, depth: float | None) -> tuple[_Frame, list[int]]:
+        """Returns a prompt's frame, and the number of fillers before each of its keys."""
+        frame = self._frame(num_tokens, generator)
+        return frame, self._gaps(frame, num_tokens, generator, depth)
 
     def _frame(self, num_tokens: int, generator: np.random.Generator) -> _Frame:
         keys: list[str] = []
@@ -169,13 +183,19 @@ class PasskeyTask(GeneratedTask):
             raise ValueError(f"a passkey prompt needs {length} tokens and {num_tokens} are allowed: allow more.")
         return _Frame(fields, asked, sentences, question, answer, length)
 
-    def _fill(self, frame: _Frame, num_tokens: int, generator: np.random.Generator, depth: float | None) -> _Row:
-        """Puts each key into a gap between fillers; keys in the same gap keep the order of drawing."""
-        fillers = (num_tokens - frame.length) // len(self.filler)
-        gaps = [
+    def _gaps(self, frame: _Frame, num_tokens: int, generator: np.random.Generator, depth: float | None) -> list[int]:
+        fillers = self._num_fillers(frame, num_tokens)
+        return [
             int(generator.integers(0, fillers + 1)) if depth is None or which != frame.asked else round(depth * fillers)
             for which in range(self.num_keys)
         ]
+
+    def _num_fillers(self, frame: _Frame, num_tokens: int) -> int:
+        return (num_tokens - frame.length) // len(self.filler)
+
+    def _fill(self, frame: _Frame, gaps: list[int], num_tokens: int) -> _Row:
+        """Puts each key into its gap between fillers; keys in the same gap keep the order of drawing."""
+        fillers = self._num_fillers(frame, num_tokens)
         ids, starts, filler_at, done = list(self.preamble), [0] * self.num_keys, list[int](), 0
         for which in [*sorted(range(self.num_keys), key=gaps.__getitem__), None]:
             more = (fillers if which is None else gaps[which]) - done

@@ -92,6 +92,15 @@ def test_seeds():
     assert torch.equal(first.prompt_ids_BN, same.prompt_ids_BN) and first.keys != other.keys
 
 
+@pytest.mark.parametrize(("num_keys", "depth"), [(1, 0.5), (1, None), (3, 0.5)])
+def test_skipped_prompts_are_those_before(num_keys, depth):
+    task = PasskeyTask(tokenizer_with_names(), num_keys)
+    drawn = task.batch(7, 400, np.random.default_rng(0), depth)
+    rest = task.batch(3, 400, np.random.default_rng(0), depth, skip=4)
+    assert rest.keys == drawn.keys[4:] and rest.sentence_at_B == drawn.sentence_at_B[4:]
+    assert torch.equal(rest.prompt_ids_BN, drawn.prompt_ids_BN[4:])
+
+
 def test_labels_are_the_answer_and_a_predictable_background():
     tokenizer = passkey_tokenizer()
     task = PasskeyTask(tokenizer)

@@ -220,7 +220,7 @@ def _check_length(recipe: Recipe) -> None:
         raise ValueError("stages need a global_batch")
     if not recipe.curriculum:
         return
-    if recipe.global_batch is not None or "micro_batch" in recipe.model_fields_set:
+    if recipe.global_batch is not None or recipe.micro_batch != 1:  # a written recipe has all keys
         raise ValueError("a curriculum has tokens_per_step: leave out global_batch and micro_batch")
     if not isinstance(recipe.data, GeneratedData):
         raise ValueError(

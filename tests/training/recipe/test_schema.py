@@ -30,6 +30,12 @@ def test_shipped_recipes_are_valid(path):
     assert isinstance(load_recipe(path), Recipe)
 
 
+@pytest.mark.parametrize("text", [STAGES, CURRICULUM], ids=["stages", "curriculum"])
+def test_the_recipe_that_a_run_writes_runs_again(recipe, text):
+    read = load_recipe(recipe(text))
+    assert load_recipe(recipe(read.model_dump_json(indent=2))) == read
+
+
 TABLE_3 = {  # total lengths, steps, learning rates, smallest document, validation loss
     "passkey_pretrain_1b": ([4096], [6491], 6e-5, 2e-5, 4097, 2.323),
     "passkey_finetune_1b": ([2048, 4096, 8192, 16384], [500, 300, 1000, 1000], 6e-5, 6e-5, None, 0),

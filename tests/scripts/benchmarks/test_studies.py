@@ -28,6 +28,7 @@ from scripts.benchmarks import (
     gpu_peers,
     gpu_trace,
     gradient_sums,
+    heal_frontier,
     products,
     schedule_drift,
     schedule_rule,
@@ -274,3 +275,29 @@ def test_attention_in_two_parts(dtype):
     for form in gpu_attention.forms_on("cpu").values():
         inputs = gpu_attention.inputs_of(2, 12, "cpu", dtype)
         assert max(gpu_attention.errors(form, inputs)) < limit
+
+
+def test_the_cost_of_folding_against_trained_tokens(tmp_path, capsys):
+    """Checkpoints stand in order of their steps, beside the window of the same text."""
+
+    def cost(model: str, way: str, mean: float) -> dict:
+        between = {"cost": mean, "low": mean - 0.02, "high": mean + 0.02}
+        above = {name: value - 0.05 for name, value in between.items()}
+        return {"model": model, "way": way, "source": "data/emma.txt", **between, "above_window": above}
+
+    costs = [
+        cost("stock", "own", 0.0), cost("stock", "window", 0.05), cost("untrained", "own", 0.1),
+        cost("all@128", "own", 0.06), cost("all@16", "own", 0.08), cost("adapters@16", "own", 0.09),
+    ]  # fmt: skip
+    (tmp_path / "loss.json").write_text(json.dumps({"costs": costs}))
+    heal_frontier.main([str(tmp_path / "loss.json"), "--tokens-per-step", "4096"])
+    lines = [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines() if line.startswith("emma.txt")]
+    runs = [("adapters", "0"), ("adapters", "65,536"), ("all", "0"), ("all", "65,536"), ("all", "524,288")]
+    assert [tuple(line[1:3]) for line in lines[:-1]] == runs
+    assert lines[-1][1] == "window"
+    assert lines[4][3].split("  ")[0] == "+0.0600 [+0.0400, +0.0800]"
+    assert lines[4][3].split("  ")[-1] == "+0.0100 [-0.0100, +0.0300]"
+    assert (tmp_path / "frontier.png").stat().st_size > 1_000
+    (tmp_path / "loss.json").write_text(json.dumps({"costs": costs[2:]}))
+    with pytest.raises(ValueError, match="or no window: give all to condense eval loss"):
+        heal_frontier.main([str(tmp_path / "loss.json"), "--tokens-per-step", "4096"])

@@ -90,7 +90,7 @@ def read_state(path: str | Path, model: Any, made_for: dict[str, Any]) -> CacheS
     positions.offsets, positions.segments = tensors["offsets"].tolist(), tensors["segments"].tolist()
     timeline = None
     if TIMELINE[0] in tensors:
-        timeline = Timeline(positions, made_for["position_anchor"])
+        timeline = Timeline(positions, made_for["position_anchor"], made_for["sink_token_id"] is not None)
         for name in TIMELINE:
             setattr(timeline, name, tensors[name])
     default = _device_of(decoder, torch.device("cpu"))

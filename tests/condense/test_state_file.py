@@ -88,9 +88,10 @@ def test_a_text_in_two_sessions_is_the_text(num_tokens, tmp_path):
     assert torch.equal(continued, written)
 
 
+@pytest.mark.parametrize("sink", [None, 1])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_rows_and_durations(side, tmp_path):
-    model = tiny_model()
+def test_padded_rows_and_durations(side, sink, tmp_path):
+    model = tiny_model(sink_token_id=sink)
     _, ids, mask = padded_batch([3, 13, 7], side)
     cache = read(model, ids, attention_mask=mask, durations=random_durations(3, 13))
     loaded = saved(cache, model, tmp_path / "state")

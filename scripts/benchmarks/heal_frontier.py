@@ -3,9 +3,9 @@
     python -m scripts.benchmarks.heal_frontier results/frontier/loss.json --tokens-per-step 4096
 
 The file is that of `condense eval loss --window`, whose models are a stock model, the untrained fold, named
-`untrained`, and checkpoints of runs, named RUN@STEP (`adapters@32`). Prints a table, and draws frontier.png beside the
-file: for each text a line a run of nats a token above full attention, with 95 % intervals over texts, and its window as
-a dashed line.
+`untrained`, and checkpoints of runs, named RUN@STEP (`adapters@32`). Prints a table, in which the second and later runs
+are compared with the first after as many tokens, text by text. Draws frontier.png beside the file: for each text a line
+a run of nats a token above full attention, with 95 % intervals over texts, and its window as a dashed line.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from condense.eval.intervals import bracketed
+from condense.eval.intervals import bracketed, interval
 from condense.eval.results import Table, groups_of, picture
 from condense.eval.tasks.loss import WINDOW
 
@@ -55,11 +55,20 @@ def read_sources(path: Path, tokens_per_step: int) -> list[Source]:
 def table(sources: list[Source]) -> Table:
     rows = []
     for name, runs, window in sources:
+        first = dict(next(iter(runs.values())))
         for run, checkpoints in runs.items():
-            rows += [[name, run, f"{tokens:,}", _cost(one), _cost(one["above_window"])] for tokens, one in checkpoints]
-        rows.append([name, "window", "", _cost(window), ""])
-    columns = ["text", "run", "trained tokens", "above full attention", "above the window"]
+            for tokens, one in checkpoints:
+                other = first.get(tokens)
+                pairs = "" if other in (None, one) else bracketed(interval(_differences(one, other)), "+.4f")
+                rows.append([name, run, f"{tokens:,}", _cost(one), _cost(one["above_window"]), pairs])
+        rows.append([name, "window", "", _cost(window), "", ""])
+    reference = next(iter(sources[0].runs))
+    columns = ["text", "run", "trained tokens", "above full attention", "above the window", f"above {reference}"]
     return Table("nats a token, with 95 % intervals over texts", columns, rows)
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
+    return [left - right for left, right in zip(one["by_text"], other["by_text"], strict=True)]
 
 
 def _cost(one: dict[str, Any]) -> str:

@@ -278,12 +278,20 @@ def test_attention_in_two_parts(dtype):
 
 
 def test_the_cost_of_folding_against_trained_tokens(tmp_path, capsys):
-    """Checkpoints stand in order of their steps, beside the window of the same text."""
+    """Checkpoints stand in order of their steps, beside the window of the same text and the first run, text by text."""
 
     def cost(model: str, way: str, mean: float) -> dict:
         between = {"cost": mean, "low": mean - 0.02, "high": mean + 0.02}
         above = {name: value - 0.05 for name, value in between.items()}
-        return {"model": model, "way": way, "source": "data/emma.txt", **between, "above_window": above}
+        by_text = [mean - 0.5, mean + 0.5]
+        return {
+            "model": model,
+            "way": way,
+            "source": "data/emma.txt",
+            **between,
+            "by_text": by_text,
+            "above_window": above,
+        }
 
     costs = [
         cost("stock", "own", 0.0), cost("stock", "window", 0.05), cost("untrained", "own", 0.1),
@@ -297,6 +305,7 @@ def test_the_cost_of_folding_against_trained_tokens(tmp_path, capsys):
     assert lines[-1][1] == "window"
     assert lines[4][3].split("  ")[0] == "+0.0600 [+0.0400, +0.0800]"
     assert lines[4][3].split("  ")[-1] == "+0.0100 [-0.0100, +0.0300]"
+    assert lines[3][3].split("  ")[-1] == "-0.0100 [-0.0100, -0.0100]", "both texts are as much below adapters"
     assert (tmp_path / "frontier.png").stat().st_size > 1_000
     (tmp_path / "loss.json").write_text(json.dumps({"costs": costs[2:]}))
     with pytest.raises(ValueError, match="or no window: give all to condense eval loss"):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from condense.execution import static_decoding
 from condense.layers import CondenseDecoderLayer
 from condense.memory import Memory
 from condense.segmentation import Chunk
+from condense.training.data.passkey import Passkeys
 from scripts.benchmarks import (
     attention,
     attention_alternatives,
@@ -29,6 +31,7 @@ from scripts.benchmarks import (
     gpu_trace,
     gradient_sums,
     heal_frontier,
+    passkey_tokens,
     products,
     schedule_drift,
     schedule_rule,
@@ -310,3 +313,24 @@ def test_the_cost_of_folding_against_trained_tokens(tmp_path, capsys):
     (tmp_path / "loss.json").write_text(json.dumps({"costs": costs[2:]}))
     with pytest.raises(ValueError, match="or no window: give all to condense eval loss"):
         heal_frontier.main([str(tmp_path / "loss.json"), "--tokens-per-step", "4096"])
+
+
+def test_which_tokens_of_an_answer_are_right():
+    """A model that says each token after itself: an answer of two equal tokens is half right."""
+
+    class Repeats(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, logits_to_keep):
+            logits = torch.nn.functional.one_hot(input_ids[:, -logits_to_keep:], 9).double()
+            return SimpleNamespace(logits=logits)
+
+    prompts, answers = torch.tensor([[4, 1], [2, 3]]), torch.tensor([[1, 1], [5, 5]])
+    right = passkey_tokens.right_tokens(Repeats(), Passkeys(prompts, answers, ["1", "5"], [0, 0]))
+    assert right.tolist() == [[True, True], [False, True]]
+
+
+def test_passkeys_before_the_question_are_read_by_any_model(stories, capsys):
+    passkey_tokens.main([f"stories={stories}", "--lengths", "300", "--prompts", "2"])
+    name, length, first, others = capsys.readouterr().out.splitlines()[-1].split()
+    assert (name, length) == ("stories", "300") and float(first) >= 0 and float(others) >= 0

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from .kernels.cross_entropy import cross_entropy_and_gradient
-from .layers import RMSNorm, rms_norm
+from .kernels.rms_norm import rms_norm
+from .layers import RMSNorm
 from .linear import linear
 from .products import add_product
-from .shared_weights import active_weights, may_be_summed
+from .shared_weights import Begun, active_weights, may_be_summed
 from .transforms import autocast_dtype, has_hooks, is_transformed
-from .weight_sum import WeightSum, sum_dtype
+from .weight_sum import sum_dtype
 
 # Each part reads and writes the head's gradient sum, and has nothing else of the logits' size.
 GPU_BYTES = 16  # of logits, for each of MAX_LOGITS: 1 GiB
@@ -37,8 +38,7 @@ class HeadGradients:
         norm_weights = [] if norm is None else [norm.weight]
         self.weights = [one for one in (*self.head_weights, *norm_weights) if one.requires_grad]
         self.sums: dict[int, torch.Tensor] = {}  # by the weights' ids
-        # The sum of an embedding that is the head, and its token.
-        self.tied: tuple[WeightSum, torch.Tensor] | None = None
+        self.tied: Begun | None = None  # the sum of an embedding that is the head
 
     def block_loss(
         self, hidden_nD: torch.Tensor, target_n: torch.Tensor, max_tokens: int

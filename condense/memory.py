@@ -59,6 +59,8 @@ class Memory(NamedTuple):
         return Memory(*(_with_first(own, first, begins) for own, first in zip(self, sink, strict=True)))
 
     def rows(self, first: int, end: int | None) -> "Memory":
+        if first == 0 and end in (None, len(self.key_RGKE)):
+            return self  # not a slice of all rows, whose gradient would be a copy
         return Memory(self.key_RGKE[first:end], self.value_RGKE[first:end])
 
     def select(self, rows: Sequence[int]) -> "Memory":

@@ -17,41 +17,30 @@ hidden size.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .kernels.layout import PartialSums, Rows
-from .products import side_by_side, stacked_products
 from .transforms import autocast_dtype, is_transformed
 from .weight_sum import WeightSum
 
-Gradients = Sequence[torch.Tensor | None]
+Begun = tuple[WeightSum, torch.Tensor | None]  # a sum, and its token; none within a captured group
 _of_thread = threading.local()  # backward passes run in threads of their own
 
 
 class SharedWeights:
     """The weights of one call. Sums are kept of weights below float32, and under autocast of products of all weights.
 
-    `recomputed` are modules that compute segments again in the backward pass. `every_pass`: the call has several
-    backward passes, and `deliver` ends them. `sums` is False for a call of a single chunk, whose weights have one use.
-    `every_dtype`: there are sums of weights in float32 and float64, too.
+    `recomputed` are modules that compute segments again in the backward pass. `sums` is False for a call of a single
+    chunk, whose weights have one use.
     """
 
-    def __init__(
-        self,
-        recomputed: Sequence[nn.Module] = (),
-        every_pass: bool = False,
-        sums: bool = True,
-        every_dtype: bool = False,
-    ):
-        self.every_pass, self.recomputed, self.sums, self.every_dtype = every_pass, recomputed, sums, every_dtype
-        self.collects_rows = False
+    def __init__(self, recomputed: Sequence[nn.Module] = (), sums: bool = True):
+        self.recomputed, self.sums = recomputed, sums
         self.versions = _versions(recomputed)
         self._checked_pass: int | None = None
-        self._begun: dict[tuple[int, bool], tuple[WeightSum, torch.Tensor]] = {}  # by id: sums keep their weights
+        self._begun: dict[tuple[int, bool], Begun] = {}  # by id: sums keep their weights
         self._casts: dict[int, torch.Tensor] = {}
 
     @contextmanager
@@ -63,16 +52,14 @@ class SharedWeights:
         finally:
             _of_thread.weights = before
 
-    def begin(self, weights: Sequence[torch.Tensor], is_stack: bool = False) -> tuple[WeightSum, torch.Tensor]:
+    def begin(self, weights: Sequence[torch.Tensor], is_stack: bool = False) -> Begun:
         """Returns the sum of a weight, or of the weights that share memory with a stack [M, ...], and its token."""
         key = id(weights[0]), is_stack
         if key not in self._begun:
-            one = WeightSum(weights, is_stack, self.every_pass)
-            token = weights[0].new_empty(()).requires_grad_() if self.every_pass else _Begin.apply(one, *weights)
-            self._begun[key] = one, token
+            self._begun[key] = begin(WeightSum(weights, is_stack))
         return self._begun[key]
 
-    def begun(self, weight: torch.Tensor) -> tuple[WeightSum, torch.Tensor] | None:
+    def begun(self, weight: torch.Tensor) -> Begun | None:
         """Returns the sum of a weight and its token, if the call has used the weight."""
         return self._begun.get((id(weight), False))
 
@@ -83,33 +70,6 @@ class SharedWeights:
         if id(weight) not in self._casts:
             self._casts[id(weight)] = weight.detach().to(dtype)
         return self._casts[id(weight)]
-
-    def deliver(self) -> None:
-        """Adds the sums of all backward passes to the gradients of the weights."""
-        for one, _ in self._begun.values():
-            pairs = zip(one.weights, one.take(), strict=True)
-            found = [(weight, gradient) for weight, gradient in pairs if weight.requires_grad and gradient is not None]
-            if found:
-                torch.autograd.backward([weight for weight, _ in found], [gradient for _, gradient in found])
-
-    def rows(
-        self, weights: Sequence[torch.Tensor], members: slice, like_RTx: torch.Tensor, of_gradients: bool
-    ) -> Rows | None:
-        """Returns the memory to write an input [R, T, I] of products with `members` to, or the gradients of all
-        products with such an input; None for a new tensor."""
-        return None
-
-    def partial_sums(self, weights: Sequence[torch.Tensor], members: slice) -> PartialSums | None:
-        """Returns the sum to add the gradients of a norm's weights to; None if they return them."""
-        return None
-
-    def add_products(
-        self, sums: Sequence[WeightSum], members: slice, gradients: Gradients, input_mnI: torch.Tensor
-    ) -> None:
-        """Adds the products of gradients [m, n, O] with their common input to the sums of stacks."""
-        for one, gradient_mnO in zip(sums, gradients, strict=True):
-            if gradient_mnO is not None:
-                one.add_product(gradient_mnO.transpose(1, 2), input_mnI, members)
 
     def check_unchanged(self) -> None:
         """Raises `ValueError` if a backward pass would compute segments again with other weights."""
@@ -144,12 +104,6 @@ def active_weights() -> SharedWeights | None:
     return None if torch.compiler.is_compiling() else getattr(_of_thread, "weights", None)
 
 
-def collects_rows() -> bool:
-    """Returns whether some results have a place in memory beside those of other calls."""
-    weights = active_weights()
-    return weights is not None and weights.collects_rows
-
-
 def for_recomputation(function: Callable) -> Callable:
     """Wraps a function that a checkpoint runs again: it gets the sums active now, and checks for changed weights."""
     if (weights := active_weights()) is None:
@@ -171,7 +125,7 @@ def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedW
     sums, first = active_weights(), weights[0]
     if sums is None or not sums.sums or not torch.is_grad_enabled():
         return None
-    if (dtype or first.dtype).itemsize >= torch.float32.itemsize and not sums.every_dtype:
+    if (dtype or first.dtype).itemsize >= torch.float32.itemsize:
         return None
     plain = all(type(weight) is nn.Parameter for weight in weights)
     return sums if plain and any(weight.requires_grad for weight in weights) else None
@@ -186,12 +140,10 @@ def used(weight: torch.Tensor) -> torch.Tensor:
     return _Use.apply(weight, token, one, None)
 
 
-def used_stack(
-    sums: SharedWeights, stack_mx: torch.Tensor, weights: Sequence[torch.Tensor], members: slice
-) -> torch.Tensor:
-    """Returns a part [m, ...] of a stack, differentiable with respect to the weights, for such a use."""
-    one, token = sums.begin(weights, is_stack=True)
-    return _Use.apply(stack_mx, token, one, members)
+def used_part(part_mx: torch.Tensor, begun: Begun, layers: slice) -> torch.Tensor:
+    """Returns a part of a stack, the parameters of some layers, for such a use."""
+    one, token = begun
+    return _Use.apply(part_mx, token, one, layers)
 
 
 def product_dtype(input_xI: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
@@ -213,25 +165,15 @@ def summed_linear(
     return _Product.apply(input_xI.to(dtype), sums.cast(weight_OI, dtype), weight_OI, bias_O, token, one)
 
 
-def summed_products(
-    sums: SharedWeights,
-    input_mnI: torch.Tensor,
-    stacks: Sequence[tuple[torch.Tensor, Sequence[torch.Tensor]]],
-    members: slice,
-) -> Sequence[torch.Tensor]:
-    """Returns m products [m, n, O] with the `members` [m, O, I] of each stack, which are differentiable with respect to
-    the stack's weights."""
-    begun = [sums.begin(weights, is_stack=True) for _, weights in stacks]
-    add = partial(sums.add_products, [one for one, _ in begun], members)
-    return _StackedProducts.apply(
-        add, input_mnI, *[weight_mOI for weight_mOI, _ in stacks], *[token for _, token in begun]
-    )
-
-
 def summed_embedding(sums: SharedWeights, ids: torch.Tensor, embedding: nn.Embedding) -> torch.Tensor:
     """Works as `embedding(ids)`, but gradients of a use are smaller than the weight."""
     one, token = sums.begin([embedding.weight])
     return _Embedding.apply(ids, embedding.weight, token, one, embedding.padding_idx)
+
+
+def begin(weight_sum: WeightSum) -> Begun:
+    """Returns the sum, and a token that leads from its uses to the weights."""
+    return weight_sum, _Begin.apply(weight_sum, *weight_sum.weights)
 
 
 class _Begin(torch.autograd.Function):
@@ -294,49 +236,6 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[3]:
                 of_bias = gradient_nO.sum(0)
         return of_input, None, of_weight, of_bias, None, None
-
-
-class _StackedProducts(torch.autograd.Function):
-    """m products each with some weights [m, O, I]; the products add their gradients of the input."""
-
-    @staticmethod
-    def forward(ctx, add: Callable[[Gradients, torch.Tensor], None], input_mnI, *weights_and_tokens):
-        ctx.set_materialize_grads(False)
-        ctx.add = add
-        weights = weights_and_tokens[: len(weights_and_tokens) // 2]
-        ctx.save_for_backward(input_mnI, *weights)
-        return tuple(stacked_products(input_mnI, weights))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        input_mnI, *weights = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2 : 2 + len(weights)]
-        known = [pair for pair in zip(gradients, weights, strict=True) if pair[0] is not None]
-        in_place = all(may_be_summed(gradient_mnO) for gradient_mnO, _ in known)
-        of_input = _sum_of_products(known, in_place) if ctx.needs_input_grad[1] and known else None
-        of_weights: list[torch.Tensor | None] = [None] * len(weights)
-        wanted = [one if need else None for one, need in zip(gradients, needed, strict=True)]
-        if in_place:
-            ctx.add(wanted, input_mnI)
-        else:
-            of_weights = [None if one is None else torch.bmm(one.transpose(1, 2), input_mnI) for one in wanted]
-        return None, of_input, *of_weights, *[None] * len(weights)
-
-
-def _sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], in_place: bool) -> torch.Tensor:
-    """Returns the sum of products of gradients [m, n, O] and weights [m, O, I]: one product if both lie adjacent."""
-    gradients, weights = zip(*pairs, strict=True)
-    if in_place and len(pairs) > 1:
-        joint_mnO, joint_mOI = side_by_side(gradients, dim=2), side_by_side(weights, dim=1)
-        if joint_mnO is not None and joint_mOI is not None:
-            return torch.bmm(joint_mnO, joint_mOI)
-    total_mnI = torch.bmm(gradients[0], weights[0])
-    for gradient_mnO, weight_mOI in pairs[1:]:
-        if in_place:
-            total_mnI.baddbmm_(gradient_mnO, weight_mOI)
-        else:
-            total_mnI = total_mnI + torch.bmm(gradient_mnO, weight_mOI)
-    return total_mnI
 
 
 class _Embedding(torch.autograd.Function):

@@ -19,11 +19,9 @@ class WeightSum:
     Autograd keeps this object, so it must not hold tensors of a graph.
     """
 
-    def __init__(
-        self, weights: Sequence[torch.Tensor], is_stack: bool, every_pass: bool, total: torch.Tensor | None = None
-    ):
-        self.weights, self.is_stack, self.every_pass = weights, is_stack, every_pass
-        self._total = total
+    def __init__(self, weights: Sequence[torch.Tensor], is_stack: bool):
+        self.weights, self.is_stack = weights, is_stack
+        self._total: torch.Tensor | None = None
         self._backward_pass: int | None = None
         self._given: torch.Tensor | None = None
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -79,18 +77,18 @@ class WeightSum:
 
     def total(self) -> torch.Tensor | None:
         """Returns the sum so far, without given gradients and waiting rows."""
-        backward_pass = None if self.every_pass else torch._C._current_graph_task_id()
+        backward_pass = torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
             self._forget()
             self._backward_pass = backward_pass
         return self._total
 
     def total_or_zeros(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.total() is None:
+        if (total := self.total()) is None:
             first, stacked = self.weights[0], (len(self.weights),) if self.is_stack else ()
-            self._total = gradient.new_zeros((*stacked, *first.shape), dtype=sum_dtype(gradient.dtype))
-        assert self._total is not None
-        return self._total
+            total = gradient.new_zeros((*stacked, *first.shape), dtype=sum_dtype(gradient.dtype))
+            self._total = total
+        return total
 
 
 def _sums_by_row(index_n: torch.Tensor, gradient_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..kernels.rotary import RotaryTables
-from ..memory import KeyValueState, Memory, RecurrentState
+from ..memory import Memory, RecurrentState
 from ..segmentation import Chunk, UnpaddedBatch, on_device
 from ..token_inputs import ChunkInputs, TokenInputs
 from .mask import AttentionMask
@@ -62,12 +62,6 @@ class AttentionMetadata:
         mask = replace(self.mask, log_duration_RK=log_duration_RK)
         inputs = None if self.token_inputs is None else self.token_inputs.to(device, non_blocking)
         return replace(self, rotary=rotary, memory_rotary=memory_rotary, mask=mask, token_inputs=inputs)
-
-    def row_groups(
-        self, key_values: KeyValueState | None, num_rows: int
-    ) -> list[tuple[int, AttentionMask, KeyValueState | None]]:
-        """Groups of consecutive rows, each for one call of attention: number of rows, mask, key-value state."""
-        return [(num_rows, self.mask, key_values)]
 
 
 class AttentionMetadataBuilder:

@@ -23,12 +23,11 @@ from torch import nn
 from ..attention import AttentionMetadata
 from ..attention.mask import AttentionMask
 from ..memory import Memory, TransientState
-from .adjacent_rows import GroupRows
 from .cuda_graph import GRAPHS, Graphs, Pool
-from .executor import Executor
-from .sequential import SequentialExecutor
-from .stacking import Stack, stack_of
-from .static_sums import StaticSums
+from .executor import ChunkOutput
+from .group_buffers import GroupBuffers
+from .stacking import Stack
+from .static_sums import StaticSum, static_sums
 from .wavefront import WavefrontExecutor
 
 logger = logging.getLogger(__name__)
@@ -82,24 +81,22 @@ class Group:
             any(segment.detach_R) and not all(segment.detach_R) for segment in self.segments
         )
 
-    def run(self, layers: nn.ModuleList, inputs: Tensors) -> Tensors:
-        """Computes the outputs; a segment uses only the shape of its metadata."""
+    def run(self, layers: nn.ModuleList, inputs: Tensors, buffers: GroupBuffers | None = None) -> Tensors:
+        """Computes the outputs, whose backward pass needs `buffers`; a segment uses only the shape of its metadata."""
         tables, rest = inputs[:NUM_TABLES], inputs[NUM_TABLES:]
         embedded, rest = iter(rest[: len(self.segments)]), rest[len(self.segments) :]
         memories, sinks = rest[: len(rest) - len(self.sinks)], rest[len(rest) - len(self.sinks) :]
         chunk = self.segments[0].chunk
         state = TransientState(chunk.batch_size, chunk.segment_length, pairs_of(memories) or [None] * len(layers))
         state.rows = chunk.rows
-        executor: Executor
-        if len(self.segments) > 1 and len(chunk.rows) * chunk.width < WAVE_TOKENS:
-            executor = WavefrontExecutor(layers, state, lambda chunk: next(embedded))
-        else:
-            stack = stack_of(layers)
-            one_by_one = [stack.band(number, number + 1) for number in range(len(layers))]
-            executor = SequentialExecutor(one_by_one, state, lambda chunk: next(embedded))
-        outputs = [
-            each for segment in self._static(tables, sinks) for each in executor.submit(segment)
-        ] + executor.finish()
+        executor = WavefrontExecutor(layers, state, lambda chunk: next(embedded), buffers)
+        in_waves = len(chunk.rows) * chunk.width < WAVE_TOKENS
+        outputs: list[ChunkOutput] = []
+        for segment in self._static(tables, sinks):
+            outputs += executor.submit(segment)
+            if not in_waves:  # a wave of one segment after the other: all layers in turn
+                outputs += executor.finish()
+        outputs += executor.finish()
         after = state.memories if self.writes_memory else []
         memories_after = chain.from_iterable(memory for memory in after if memory is not None)
         return *(hidden_RTD for _, hidden_RTD in outputs), *memories_after
@@ -181,26 +178,33 @@ class CapturedGroup:
 class TrainedGroup(CapturedGroup):
     """A group with gradients: buffers for the gradients of its outputs and of its inputs."""
 
-    def __init__(self, *arguments: Any, sums: StaticSums):
+    def __init__(self, *arguments: Any, sums: dict[str, StaticSum]):
         self.sums = sums
         self.gradients: Tensors = ()
         super().__init__(*arguments)
 
-    def _compute_with_gradients(self) -> tuple[Tensors, Tensors, GroupRows]:
-        """Returns leaves and outputs. Hooks that would move saved tensors to the host do not apply within a capture."""
-        tokens = len(self.group.segments[0].chunk.rows) * self.group.segments[0].chunk.width
-        without_hooks = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
-        with torch.enable_grad(), without_hooks, self.sums.group(len(self.group.segments), tokens) as rows:
-            leaves = tuple(tensor.detach().requires_grad_() for tensor in self.inputs[NUM_TABLES:])
-            return leaves, self.group.run(self.layers, (*self.inputs[:NUM_TABLES], *leaves)), rows
+    def _compute_with_gradients(self) -> tuple[Tensors, Tensors, GroupBuffers]:
+        """Returns leaves and outputs. Hooks that would move saved tensors to the host do not apply within a capture.
 
-    def _gradients(self, leaves: Tensors, outputs: Tensors, rows: GroupRows) -> Tensors:
+        Detached tensors are saved: saved by hooks, others would keep a graph alive that runs out of memory.
+        """
+        segments, chunk = self.group.segments, self.group.segments[0].chunk
+        tokens = len(chunk.rows) * chunk.width
+        buffers = GroupBuffers(self.sums, len(self.layers), chunk.segments[0], len(segments), tokens)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved):
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in self.inputs[NUM_TABLES:])
+            return leaves, self.group.run(self.layers, (*self.inputs[:NUM_TABLES], *leaves), buffers), buffers
+
+    def _gradients(self, leaves: Tensors, outputs: Tensors, buffers: GroupBuffers) -> Tensors:
         """Returns the gradients of the leaves, and adds the gradients of the weights to the sums."""
         pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
-        self.sums.add_waiting()
-        rows.clear()
+        buffers.finish()
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+
+    def _begin_pass(self) -> None:
+        for one in self.sums.values():
+            one.begin_pass()
 
 
 class RecomputedGroup(TrainedGroup):
@@ -219,7 +223,7 @@ class RecomputedGroup(TrainedGroup):
 
     def backward(self, flight: Flight, inputs: Tensors, gradients: Tensors) -> Tensors:
         self._copy((*self.inputs, *self.gradients), (*inputs, *gradients))
-        self.sums.begin_pass()
+        self._begin_pass()
         self._backward()
         return self._copies(self.input_gradients)
 
@@ -254,7 +258,7 @@ class StoredGroup(TrainedGroup):
     def backward(self, flight: Flight, inputs: Tensors, gradients: Tensors) -> Tensors:
         self.flights.check(flight)
         self._copy(self.gradients, gradients)
-        self.sums.begin_pass()
+        self._begin_pass()
         self._backward()
         flight.ended = True
         return self._copies(self.input_gradients)
@@ -305,8 +309,8 @@ class CapturedGroups:
         return type(None), ()  # a copied model captures its own
 
     @cached_property
-    def sums(self) -> StaticSums:
-        return StaticSums(self.stack)
+    def sums(self) -> dict[str, StaticSum]:
+        return static_sums(self.stack)
 
     def count_use(self, group: Group) -> bool:
         """Counts a use of a group that is about to run; returns whether to call `find` for it."""
@@ -370,12 +374,9 @@ class CapturedGroups:
         arguments = layers, group, inputs, self.graphs, self._pools[stored]
         if not torch.is_grad_enabled():
             return CapturedGroup(*arguments)
-        try:
-            if stored:
-                return StoredGroup(*arguments, sums=self.sums, flights=self.flights)
-            return RecomputedGroup(*arguments, sums=self.sums)
-        finally:
-            self.sums.end_pass()  # the warm-up has added to them
+        if stored:
+            return StoredGroup(*arguments, sums=self.sums, flights=self.flights)
+        return RecomputedGroup(*arguments, sums=self.sums)
 
     def _is_stored(self, group: Group) -> bool:
         return torch.is_grad_enabled() and not group.recomputed
@@ -397,7 +398,3 @@ def captured_groups_of(layers: nn.ModuleList, stack: Stack) -> CapturedGroups:
     if groups is None or groups.stack is not stack:
         groups = layers.__dict__["_captured_groups"] = CapturedGroups(layers, stack)
     return groups
-
-
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -13,7 +13,7 @@ the loss are not part of a graph.
 Axes: R rows of a chunk, T tokens of a chunk, D hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from ..configuration import CondenseConfig
 from ..embedding import ChunkEmbedder
 from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
+from ..shared_weights import begin
 from ..transforms import is_transformed
 from .captured_groups import CapturedGroup, Flight, Group, captured_groups_of, pairs_of
 from .checkpointing import CheckpointFunction, storage_of
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import ChunkOutput, Executor
 from .stacking import REMEDY, Stack, check_stackable, stack_of
-from .static_sums import Begin, check_gradient
+from .static_sums import StaticSum
 
 SEGMENTS = 8  # of a group without gradients
 
@@ -53,7 +54,7 @@ class GraphExecutor:
         self.state, self.embed, self.others = state, embed, others
         self.checkpoint, self.group_segments = checkpoint, group_segments
         self.segments: list[AttentionMetadata] = []
-        self.link: torch.Tensor | None = None
+        self.tokens: list[torch.Tensor | None] | None = None  # of the weights' sums
 
     def submit(self, metadata: AttentionMetadata) -> list[ChunkOutput]:
         outputs: list[ChunkOutput] = []
@@ -94,10 +95,10 @@ class GraphExecutor:
         chunks = [metadata.chunk for metadata in group.segments]
         inputs = [*(self.embed(chunk) for chunk in chunks), *memories, *group.sinks]
         if torch.is_grad_enabled():
-            if self.link is None:
-                self.link = Begin.apply(self.groups.sums, inputs[0].new_zeros(()), *self.groups.sums.weights)
+            if self.tokens is None:
+                self.tokens = [begin(one)[1] for one in self.groups.sums.values()]
             with storage_of(self.checkpoint):
-                self.link, *outputs = _Group.apply(captured, group, self.link, *inputs)
+                outputs = list(_Group.apply(captured, group, len(inputs), *inputs, *self.tokens))
         else:
             outputs = list(captured.forward((*group.tables, *inputs)))
         if group.writes_memory:
@@ -106,24 +107,43 @@ class GraphExecutor:
 
 
 class _Group(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, captured: Any, group: Group, link: torch.Tensor, *inputs: torch.Tensor):
-        ctx.captured, ctx.tables, ctx.flight = captured, group.tables, captured.begin()
-        ctx.versions = captured.sums.weight_versions()
-        ctx.save_for_backward(*inputs)
-        return link.clone(), *captured.forward((*group.tables, *inputs))
+    """Adds the gradients of weights to their sums, to which the tokens lead; its inputs have gradients of their own."""
 
     @staticmethod
-    def backward(ctx, link_gradient, *output_gradients):
+    def forward(ctx, captured: Any, group: Group, num_inputs: int, *inputs_and_tokens: torch.Tensor):
+        inputs = inputs_and_tokens[:num_inputs]
+        ctx.captured, ctx.tables, ctx.flight = captured, group.tables, captured.begin()
+        ctx.versions, ctx.num_tokens = versions(captured.sums.values()), len(inputs_and_tokens) - num_inputs
+        ctx.save_for_backward(*inputs)
+        return captured.forward((*group.tables, *inputs))
+
+    @staticmethod
+    def backward(ctx, *output_gradients):
         check_gradient(next((gradient for gradient in output_gradients if gradient is not None), None))
-        if ctx.versions != ctx.captured.sums.weight_versions():
+        if ctx.versions != versions(ctx.captured.sums.values()):
             raise ValueError(
                 "the model's weights have changed since the forward pass, in place: call backward() before weights "
                 "change."
             )
         flight: Flight = ctx.flight
         gradients = ctx.captured.backward(flight, (*ctx.tables, *ctx.saved_tensors), output_gradients)
-        return None, None, link_gradient, *gradients
+        return None, None, None, *gradients, *[None] * ctx.num_tokens
+
+
+def check_gradient(gradient: torch.Tensor | None) -> None:
+    """Raises `ValueError` in a backward pass that a captured graph can't take part in."""
+    if torch.is_grad_enabled():
+        reason = "create_graph=True: a captured CUDA graph has no second derivatives"
+    elif gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+        reason = "is_grads_batched=True: a captured CUDA graph computes the gradients of one vector at a time"
+    else:
+        return
+    raise ValueError(f"{reason}. Set model.config.schedule='wavefront' (or 'sequential').")
+
+
+def versions(sums: Iterable[StaticSum]) -> list[int]:
+    """Returns the versions of all weights, which change when an optimizer changes weights in place."""
+    return [weight._version for one in sums for weight in one.weights]
 
 
 def has_whole_segments(lengths: Sequence[int], positions: SegmentPositions) -> bool:

@@ -2,17 +2,16 @@
 
 On CUDA, weights that have an input in common lie side by side in each layer, so that one product computes them all.
 
-Axes: M layers of a model, m layers of a band, x the axes of a parameter.
+Axes: M layers of a model, m consecutive ones of them, x the axes of a parameter.
 """
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import nn
 
-from ..shared_weights import SharedWeights, sums_of, used, used_stack
+from ..shared_weights import Begun, sums_of
 from ..transforms import join
 
 JOINED = (
@@ -94,33 +93,29 @@ def _distance(members: Sequence[Sequence[torch.Tensor]]) -> int | None:
 
 
 class StackedParameter:
-    """A parameter of M modules; `tensor_mx` holds the parameters of `members` as a stack, None if they are apart."""
+    """A parameter of M layers; `tensor_Mx` is the stack that shares their memory, None if they are apart."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], tensor_mx: torch.Tensor | None):
-        self.all, self.members = list(parameters), slice(0, len(parameters))
-        self.tensor_mx = tensor_mx
+    def __init__(self, parameters: Sequence[nn.Parameter], tensor_Mx: torch.Tensor | None):
+        self.all, self.tensor_Mx = list(parameters), tensor_Mx
 
-    def of(self, members: slice) -> "StackedParameter":
-        part = copy.copy(self)
-        part.members, part.tensor_mx = members, None if self.tensor_mx is None else self.tensor_mx[members]
-        return part
+    def part(self, layers: slice) -> torch.Tensor:
+        """Returns the parameters of some layers [m, ...], which must not be apart, differentiable with respect to the
+        parameters."""
+        assert self.tensor_Mx is not None
+        part_mx = self.tensor_Mx[layers]
+        return _SharedStack.apply(part_mx, *self.all[layers]) if torch.is_grad_enabled() else part_mx
 
-    def stack(self) -> torch.Tensor:
-        """Returns the members [m, ...], differentiable with respect to the parameters."""
-        if self.tensor_mx is None:
-            return join([used(parameter)[None] for parameter in self.all[self.members]])
-        sums = sums_of(*self.all)
-        return self.shared() if sums is None else used_stack(sums, self.shared(sums), self.all, self.members)
+    def leaf(self, layers: slice) -> torch.Tensor:
+        """Returns the same for uses whose gradients are all summed: autograd does not reach the parameters."""
+        assert self.tensor_Mx is not None
+        return self.tensor_Mx[layers].detach().requires_grad_()
 
-    def shared(self, sums: SharedWeights | None = None) -> torch.Tensor:
-        """Returns the members [m, ...], which must share memory. Sums of every pass have all gradients, so autograd
-        need not reach the parameters."""
-        assert self.tensor_mx is not None
-        if not torch.is_grad_enabled():
-            return self.tensor_mx
-        if sums is not None and sums.every_pass:
-            return self.tensor_mx.detach().requires_grad_()
-        return _SharedStack.apply(self.tensor_mx, *self.all[self.members])
+
+def sums_by_name(parameters: Mapping[str, StackedParameter]) -> dict[str, Begun]:
+    """Returns the active sums of a call for parameters that are trained, not apart, and summed in float32."""
+    together = {name: one.all for name, one in parameters.items() if one.tensor_Mx is not None}
+    found = {name: (sums_of(*weights), weights) for name, weights in together.items()}
+    return {name: sums.begin(weights, is_stack=True) for name, (sums, weights) in found.items() if sums is not None}
 
 
 class _SharedStack(torch.autograd.Function):

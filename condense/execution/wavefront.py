@@ -15,7 +15,6 @@ Axes: R rows of a chunk or of a band (layer after layer), T tokens of a chunk, D
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,19 +22,23 @@ from torch import nn
 from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import RotaryTables
 from ..memory import Memory, RecurrentState
-from .executor import ChunkOutput, Embed, run_layers
+from .band import Band, BandMetadata, run_band
+from .executor import ChunkOutput, Embed
+from .group_buffers import GroupBuffers
 from .sequential import SequentialExecutor
+from .stacked_parameters import sums_by_name
 from .stacking import Stack, stack_of
 
 
 class WavefrontExecutor:
     """Consecutive whole segments of the same rows form a wave; all other chunks run sequentially between waves.
 
-    Raises `ValueError` for layers that cannot be stacked, when the first wave begins.
+    In a captured group, gradients of weights are added to `buffers`. Raises `ValueError` for layers that cannot be
+    stacked, when the first wave begins.
     """
 
-    def __init__(self, layers: nn.ModuleList, state: RecurrentState, embed: Embed):
-        self.layers, self.state = layers, state
+    def __init__(self, layers: nn.ModuleList, state: RecurrentState, embed: Embed, buffers: GroupBuffers | None = None):
+        self.layers, self.state, self.buffers = layers, state, buffers
         self.sequential = SequentialExecutor(list(layers), state, embed)
         self.wave: _Wave | None = None
 
@@ -46,26 +49,12 @@ class WavefrontExecutor:
         if not chunk.whole_segments:
             return outputs + self.sequential.submit(metadata)
         if self.wave is None:
-            self.wave = _Wave(stack_of(self.layers), self.sequential, metadata)
+            self.wave = _Wave(stack_of(self.layers), self.sequential, metadata, self.buffers)
         return outputs + self.wave.advance(metadata)
 
     def finish(self) -> list[ChunkOutput]:
         wave, self.wave = self.wave, None
         return [] if wave is None else wave.drain()
-
-
-@dataclass(frozen=True)
-class BandMetadata(AttentionMetadata):
-    """The metadata of a band, whose layers work on a segment each; the last may be without a memory."""
-
-    first_segment_mask: AttentionMask | None = None  # the mask of that layer's rows
-
-    def row_groups(self, key_values, num_rows):
-        num_with_memory = 0 if key_values is None else len(key_values.key_RGKE)
-        groups = [] if key_values is None else [(num_with_memory, self.mask, key_values)]
-        if self.first_segment_mask is not None:
-            groups.append((num_rows - num_with_memory, self.first_segment_mask, None))
-        return groups
 
 
 class _Wave:
@@ -75,8 +64,12 @@ class _Wave:
     from before the wave, `later` the memories at its end, layer by layer.
     """
 
-    def __init__(self, stack: Stack, sequential: SequentialExecutor, first: AttentionMetadata):
+    def __init__(
+        self, stack: Stack, sequential: SequentialExecutor, first: AttentionMetadata, buffers: GroupBuffers | None
+    ):
         self.stack, self.state, self.rows = stack, sequential.state, first.chunk.rows
+        self.buffers = buffers
+        self.sums = sums_by_name(stack.parameters) if buffers is None else buffers.begun
         self.embed = sequential.embed
         key_values = self.state.key_values(first.chunk)
         self.earlier = [None if item is None else item.memory(first.chunk) for item in key_values]
@@ -122,12 +115,15 @@ class _Wave:
             new_RTD = self.embed(entering.chunk)
             hidden_RTD = new_RTD if hidden_RTD is None else torch.cat([new_RTD, hidden_RTD])
         assert hidden_RTD is not None
-        band = self.stack.band(self.low, high + 1)
-        hidden_RTD, (self.memory,) = run_layers([band], hidden_RTD, [self.memory], metadata)
+        layers, newest = slice(self.low, high + 1), metadata.chunk.segments[0]
+        band = Band(self.stack, layers, newest, self.sums, self.buffers)
+        hidden_RTD, self.memory = run_band(band, hidden_RTD, self.memory, metadata)
         if leaving is None:
             self.hidden_RTD = hidden_RTD
             return []
-        self.hidden_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
+        self.hidden_RTD, leaving_RTD = None, hidden_RTD
+        if self.in_flight:
+            self.hidden_RTD, leaving_RTD = hidden_RTD.split([len(hidden_RTD) - num_rows, num_rows])
         self.first_is_in_flight = False
         return [(leaving.chunk, leaving_RTD)]
 
@@ -136,28 +132,26 @@ def band_metadata(in_flight: Sequence[AttentionMetadata], num_with_memory: int, 
     """Returns the segments' metadata as one, with rows [segment, row]; the first `num_with_memory` have a memory. The
     first segment is at layer `low`."""
     segments = list(in_flight)
-    without = segments[num_with_memory:]
-    assert len(without) <= 1, "only the first segment of a text has no memory"
-    masks = [_joint_mask(group) for group in (segments[:num_with_memory], without) if group]
+    groups = [group for group in (segments[:num_with_memory], segments[num_with_memory:]) if group]
+    assert len(segments) - num_with_memory <= 1, "only the first segment of a text has no memory"
     num_rows = len(segments[0].chunk.rows)
     return BandMetadata(
         chunk=segments[0].chunk,
         rotary=_joint_tables([segment.rotary for segment in segments], num_rows),
         memory_rotary=_joint_tables([segment.memory_rotary for segment in segments], num_rows),
-        mask=masks[0],
+        masks=[_joint_mask(group) for group in groups],
         writes_memory=any(segment.writes_memory for segment in segments),
         detach_R=tuple(detach for segment in segments for detach in segment.detach_R),
-        first_segment_mask=masks[-1] if without else None,
-        sinks=_joint_sinks(segments[0].sinks, slice(low, low + len(segments)), num_rows),
+        sink=_joint_sink(segments[0].sinks, slice(low, low + len(segments)), num_rows),
     )
 
 
-def _joint_sinks(sinks: Sequence[Memory | None] | None, band: slice, num_rows: int) -> list[Memory] | None:
-    """Returns the sinks of a band's layers as one, [segment, row]."""
+def _joint_sink(sinks: Sequence[Memory | None] | None, layers: slice, num_rows: int) -> Memory | None:
+    """Returns the sinks of some layers as one, [layer, row]."""
     if sinks is None:
         return None
-    members = [sink for sink in sinks[band] if sink is not None]
-    return [Memory(*(torch.cat(parts).repeat_interleave(num_rows, 0) for parts in zip(*members, strict=True)))]
+    members = [sink for sink in sinks[layers] if sink is not None]
+    return Memory(*(torch.cat(parts).repeat_interleave(num_rows, 0) for parts in zip(*members, strict=True)))
 
 
 def _joint_mask(segments: Sequence[AttentionMetadata]) -> AttentionMask:

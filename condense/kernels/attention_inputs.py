@@ -12,7 +12,7 @@ axis.
 import torch
 
 from .availability import uses_kernels
-from .layout import Rows, memory_for
+from .layout import given_or_new
 from .rotary import RotaryTables, gradient_of_rotated, is_by_token, takes_rotary_kernel
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -47,31 +47,33 @@ def attention_inputs(
     value_RGTE: torch.Tensor,
     memory: KeysAndValues | None,
     tables: RotaryTables,
-    gradient_rows: Rows | None = None,
+    of_own_mnO: torch.Tensor | None = None,
 ) -> list[AttentionInputs]:
     """Returns rotated queries, and keys and values [R, G, K, E]; `takes_attention_kernels` must hold.
 
     A memory of fewer rows belongs to the first ones. Then the result has two parts: rows with a memory, and without.
-    The gradients of the projections are written to `gradient_rows` if they are given.
+    The gradients of the projections are written to `of_own_mnO` if it is given.
     """
-    found = _Inputs.apply(query_RHTE, key_RGTE, value_RGTE, *(memory or (None, None)), *tables, gradient_rows)
+    found = _Inputs.apply(query_RHTE, key_RGTE, value_RGTE, *(memory or (None, None)), *tables, of_own_mnO)
     return [found[first : first + 3] for first in range(0, len(found), 3)]
 
 
 def memory_of(
-    key_RGTE: torch.Tensor, value_RGTE: torch.Tensor, tables: RotaryTables, gradient_rows: Rows | None = None
+    key_RGTE: torch.Tensor, value_RGTE: torch.Tensor, tables: RotaryTables, of_own_mnO: torch.Tensor | None = None
 ) -> KeysAndValues:
     """Returns rotated keys, and the values; `takes_attention_kernels` must hold, without queries."""
-    _, key_RGTE, value_RGTE = _Inputs.apply(None, key_RGTE, value_RGTE, None, None, *tables, gradient_rows)
+    _, key_RGTE, value_RGTE = _Inputs.apply(None, key_RGTE, value_RGTE, None, None, *tables, of_own_mnO)
     return key_RGTE, value_RGTE
 
 
 class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query_RHTE, key_RGTE, value_RGTE, memory_key_RGME, memory_value_RGME, cos_R1TE, sin_R1TE, rows):
+    def forward(
+        ctx, query_RHTE, key_RGTE, value_RGTE, memory_key_RGME, memory_value_RGME, cos_R1TE, sin_R1TE, of_own_mnO
+    ):
         ctx.save_for_backward(cos_R1TE, sin_R1TE)
         ctx.query_heads = 0 if query_RHTE is None else query_RHTE.shape[1]
-        ctx.by_token, ctx.gradient_rows = is_by_token(key_RGTE), rows
+        ctx.by_token, ctx.of_own_mnO = is_by_token(key_RGTE), of_own_mnO
         num_rows = len(key_RGTE)
         num_with = 0 if memory_key_RGME is None else len(memory_key_RGME)
         ctx.memory_width = memory_key_RGME.shape[2] if num_with else 0
@@ -141,7 +143,7 @@ def _written(ctx, triples, tables: RotaryTables) -> list[torch.Tensor | None]:
     like = triples[0][1]
     key_heads, width, size = like.shape[1:]
     num_rows, heads = ctx.parts[-1].stop, (ctx.query_heads, key_heads, key_heads)
-    joint_mnO = memory_for(ctx.gradient_rows, num_rows * width, sum(heads) * size, like)
+    joint_mnO = given_or_new(ctx.of_own_mnO, num_rows * width, sum(heads) * size, like)
     for (of_query, of_key, of_value), part in zip(triples, ctx.parts, strict=True):
         write_gradients(joint_mnO, part.start, of_query, of_key, of_value, *_of_part(tables, part))
     by_head = joint_mnO.view(num_rows, width, sum(heads), size).split(heads, dim=2)

@@ -3,44 +3,12 @@
 Axes: x any axes, n the same as one, D the last axis, m parts of a result that may lie apart in memory.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 
 
-class Rows(Protocol):
-    """Memory for a result that a product reads together with those of other calls: all their rows are adjacent."""
-
-    def memory(self, num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns memory [m, n, width] of m * n rows, with the dtype of `like`."""
-
-
-class PartialSums(Protocol):
-    """The sum of the weight gradients of several calls, in parts, one for each program of a kernel."""
-
-    def memory(self, num_parts: int, width: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns memory [m, num_parts, width] in float32; a kernel adds to what it holds."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """The memory that the kernels of a norm write to, in place of new tensors.
-
-    With `of_weight` the weight itself receives no gradient, but must require one.
-    """
-
-    normed: Rows | None = None
-    of_input: Rows | None = None  # the gradient of the norm's input
-    of_weight: PartialSums | None = None
-
-
-NEW = Places()
-
-
-def memory_for(rows: Rows | None, num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns memory [m, n, width] from `rows`, or a new tensor [1, n, width] without them."""
-    return like.new_empty(1, num_rows, width) if rows is None else rows.memory(num_rows, width, like)
+def given_or_new(given_mnD: torch.Tensor | None, num_rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns the memory for a result that a caller has given, or a new tensor [1, n, width]."""
+    return like.new_empty(1, num_rows, width) if given_mnD is None else given_mnD
 
 
 def part_sizes(memory_mnD: torch.Tensor) -> tuple[int, int]:

@@ -8,19 +8,22 @@ import torch.nn.functional as F
 
 from .availability import uses_kernels
 from .derivatives import plain_gradients
-from .layout import Rows, memory_for
+from .layout import given_or_new
 
 
 def silu_product(
-    gate_xF: torch.Tensor, up_xF: torch.Tensor, rows: Rows | None = None, gradient_rows: Rows | None = None
+    gate_xF: torch.Tensor,
+    up_xF: torch.Tensor,
+    product_mnF: torch.Tensor | None = None,
+    of_both_mnx: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns silu(gate) * up; a kernel keeps only the two for the backward pass.
 
-    A kernel writes the product to `rows`, and the two gradients side by side to `gradient_rows`, if they are given.
+    A kernel writes the product to `product_mnF`, and the two gradients side by side to `of_both_mnx`, if given.
     """
     alike = gate_xF.shape == up_xF.shape and gate_xF.dtype == up_xF.dtype and gate_xF.device == up_xF.device
     if alike and gate_xF.dim() > 0 and uses_kernels(gate_xF) and uses_kernels(up_xF):
-        return _SiluProduct.apply(gate_xF, up_xF, rows, gradient_rows)
+        return _SiluProduct.apply(gate_xF, up_xF, product_mnF, of_both_mnx)
     return plain_silu_product(gate_xF, up_xF)
 
 
@@ -30,13 +33,13 @@ def plain_silu_product(gate_xF: torch.Tensor, up_xF: torch.Tensor) -> torch.Tens
 
 class _SiluProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_xF, up_xF, rows: Rows | None, gradient_rows: Rows | None):
+    def forward(ctx, gate_xF, up_xF, product_mnF, of_both_mnx):
         from .triton_swiglu import silu_product_into
 
         ctx.save_for_backward(gate_xF, up_xF)
-        ctx.gradient_rows = gradient_rows
+        ctx.of_both_mnx = of_both_mnx
         width = gate_xF.shape[-1]
-        product_mnF = memory_for(rows, gate_xF.numel() // width, width, gate_xF)
+        product_mnF = given_or_new(product_mnF, gate_xF.numel() // width, width, gate_xF)
         silu_product_into(product_mnF, gate_xF, up_xF)
         return product_mnF.view(gate_xF.shape)
 
@@ -50,7 +53,7 @@ class _SiluProduct(torch.autograd.Function):
             return *plain_gradients(plain_silu_product, (gate_xF, up_xF), needed, gradient_xF), None, None
         width = gate_xF.shape[-1]
         # Side by side, like the weights that they come from: a single product leads to the input.
-        both_mnF = memory_for(ctx.gradient_rows, gate_xF.numel() // width, 2 * width, gate_xF)
-        silu_product_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF)
-        both_xF = both_mnF.view(*gate_xF.shape[:-1], 2 * width)
-        return both_xF[..., :width], both_xF[..., width:], None, None
+        of_both_mnx = given_or_new(ctx.of_both_mnx, gate_xF.numel() // width, 2 * width, gate_xF)
+        silu_product_gradients_into(of_both_mnx, gate_xF, up_xF, gradient_xF)
+        of_both_xx = of_both_mnx.view(*gate_xF.shape[:-1], 2 * width)
+        return of_both_xx[..., :width], of_both_xx[..., width:], None, None

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .layout import Places, Rows, as_parts, as_rows, memory_for, part_sizes, with_unit_stride
+from .layout import as_parts, as_rows, given_or_new, part_sizes, with_unit_stride
 from .triton_layout import row_offset
 
 TILE = 2048  # elements, unless a row has more
@@ -19,11 +19,13 @@ SHARED_BY = 2  # layers at least, if programs add to partial sums: these grow wi
 
 
 def norm(
-    hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float, rows: Rows | None = None
+    hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float, normed_mnD: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the normed rows, and the factor [n] in float32 of each row."""
     hidden = as_rows(hidden_xD)
-    normed_xD, scale_n = _launch_forward(hidden, hidden, hidden, weight, epsilon, hidden_xD.shape, rows, adds=False)
+    normed_xD, scale_n = _launch_forward(
+        hidden, hidden, hidden, weight, epsilon, hidden_xD.shape, normed_mnD, adds=False
+    )
     return normed_xD, scale_n
 
 
@@ -32,20 +34,22 @@ def add_norm(
     residual_xD: torch.Tensor,
     weight: torch.Tensor,
     epsilon: float,
-    rows: Rows | None = None,
+    normed_mnD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the sum, its norm, and the factor [n] in float32 of each row."""
     hidden, residual = as_rows(hidden_xD), as_rows(residual_xD)
     total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    normed_xD, scale_n = _launch_forward(hidden, residual, total, weight, epsilon, hidden_xD.shape, rows, adds=True)
+    normed_xD, scale_n = _launch_forward(
+        hidden, residual, total, weight, epsilon, hidden_xD.shape, normed_mnD, adds=True
+    )
     return total.view(hidden_xD.shape), normed_xD, scale_n
 
 
-def _launch_forward(hidden, residual, total, weight, epsilon, shape, rows, adds):
+def _launch_forward(hidden, residual, total, weight, epsilon, shape, normed_mnD, adds):
     num_rows, width = hidden.shape
     weight_mD = _grouped(weight)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
-    normed_mnD = memory_for(rows, num_rows, width, hidden.new_empty(0, dtype=dtype))
+    normed_mnD = given_or_new(normed_mnD, num_rows, width, hidden.new_empty(0, dtype=dtype))
     scale_n = hidden.new_empty(num_rows, dtype=torch.float32)
     tile_rows, options = _tile(width)
     with torch.cuda.device_of(hidden):
@@ -77,7 +81,8 @@ def norm_gradients(
     gradient_xD: torch.Tensor,
     other_xD: torch.Tensor | None,
     needs_weight: bool,
-    places: Places,
+    of_input_mnD: torch.Tensor | None = None,
+    of_weight_mpD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns the gradient of the norm's input, with `other_xD` added, and of the weight."""
     hidden, gradient = as_rows(input_xD), as_rows(gradient_xD)
@@ -87,11 +92,12 @@ def norm_gradients(
     tile_rows, options = _tile(width)
     tiles = triton.cdiv(num_rows // groups, tile_rows)  # of a group
     tiles_per_program, programs = _programs(tiles, groups)
-    of_input_mnD = memory_for(places.of_input, num_rows, width, hidden)
-    if places.of_weight is not None:
+    of_input_mnD = given_or_new(of_input_mnD, num_rows, width, hidden)
+    partial_mpD = of_weight_mpD
+    if partial_mpD is not None:
         # Bands of other layers have no more programs for each layer than a single layer has.
         tiles_per_program, programs = _programs(tiles, max(groups, SHARED_BY))
-        partial_mpD = places.of_weight.memory(_programs(tiles, SHARED_BY)[1], width, hidden)
+        assert programs <= partial_mpD.shape[1]
     else:
         partial_mpD = hidden.new_empty((groups, programs, width) if needs_weight else (1, 1, 1), dtype=torch.float32)
     with torch.cuda.device_of(hidden):
@@ -113,13 +119,18 @@ def norm_gradients(
             *part_sizes(of_input_mnD),
             partial_mpD.stride(0),
             ADDS=other_xD is not None,
-            NEEDS_WEIGHT=needs_weight or places.of_weight is not None,
-            ADDS_TO_PARTIALS=places.of_weight is not None,
+            NEEDS_WEIGHT=needs_weight or of_weight_mpD is not None,
+            ADDS_TO_PARTIALS=of_weight_mpD is not None,
             TILES=tiles_per_program,
             **options,
         )
     of_weight = partial_mpD.sum(1).to(weight.dtype).view(weight.shape) if needs_weight else None
     return of_input_mnD.view(input_xD.shape), of_weight
+
+
+def shared_programs(rows: int, width: int) -> int:
+    """Returns the most programs for the rows of a layer, if programs add to partial sums."""
+    return _programs(triton.cdiv(rows, _tile(width)[0]), SHARED_BY)[1]
 
 
 def _programs(tiles: int, groups: int) -> tuple[int, int]:

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.attention import IMPLEMENTATIONS
 from condense.eval.benchmark.cases import SCHEDULES
-from condense.execution.stacking import StackedNorm
-from condense.layers import RMSNorm
+from condense.kernels import rms_norm
 
 OPERATIONS_PER_SECOND = 989e12 / 2  # half the data sheet's rate
 BANDWIDTH, CAPACITY, ITEM_BYTES = 4.8e12, 141e9, 2
@@ -132,10 +131,14 @@ class LaunchCounter(TorchDispatchMode):
 
 @contextmanager
 def one_launch_each() -> Iterator[None]:
-    """Makes norms and attention one operation each, as on CUDA; on the meta device they are many."""
+    """Makes norms and attention one operation each, as on CUDA, and norms of several layers two, with the product by
+    their weights; on the meta device they are many."""
+
+    def norm(hidden_RTD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        return hidden_RTD.clone() if weight.dim() == 1 else hidden_RTD.clone() * 1.0
+
     with (
-        patch.object(RMSNorm, "forward", lambda norm, hidden_RTD: hidden_RTD.clone()),
-        patch.object(StackedNorm, "normalize", lambda norm, hidden_nRTD, weight: hidden_nRTD.clone() * weight),
+        patch.object(rms_norm, "plain_rms_norm", norm),
         patch.dict(IMPLEMENTATIONS, sdpa=lambda query_RHTE, *_: query_RHTE.clone()),
     ):
         yield

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import checkpoint
 
 from condense import FoldedCache
-from condense.execution import captured_groups, cuda_graph, selection, static_sums
+from condense.execution import captured_groups, cuda_graph, group_buffers, selection
 
 from ...refusals import assert_refused
 from ..models import (
@@ -115,21 +115,23 @@ def test_a_shape_without_enough_memory_is_not_tried_again(group, counts, monkeyp
 
 @pytest.mark.parametrize("group", [None, 8])
 def test_a_capture_without_enough_memory_leaves_no_gradients(group, counts, monkeypatch):
-    """They are memory that is short, and would be added to the sums of the next capture."""
+    """They are memory that is short, and must not be added to the sums of the next capture."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    add_products = static_sums.StaticSums.add_products
+    buffers, add_products = [], group_buffers.GroupBuffers.add_products
 
-    def fail(sums, *arguments):
-        add_products(sums, *arguments)
+    def fail(self, *arguments):
+        buffers.append(weakref.ref(self))
+        add_products(self, *arguments)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model, ids = trained(group), random_ids(1, LENGTH)
     gradients(model, ids)
     with monkeypatch.context() as patch:
-        patch.setattr(static_sums.StaticSums, "add_products", fail)
+        patch.setattr(group_buffers.GroupBuffers, "add_products", fail)
         gradients(model, ids)
     groups = model.model.layers._captured_groups
-    assert not groups._groups and not groups.sums._waiting and not groups.sums._partials
+    gc.collect()
+    assert not groups._groups and [each() for each in buffers] == [None]
     assert_follows_equations(model, *(random_ids(2, LENGTH, seed=seed) for seed in range(3)))
     assert groups._groups
 

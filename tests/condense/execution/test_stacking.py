@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from condense import CondenseForCausalLM, products, shared_weights, to_stock
-from condense.execution import choose_schedule, stacked_parameters, stacking, wavefront
+from condense import CondenseForCausalLM, products, to_stock
+from condense.execution import choose_schedule, stacked_parameters, stacked_products, stacking, wavefront
 from condense.segmentation import SegmentPositions
 
 from ..models import assert_same_gradients, gradients, random_ids, sgd_losses, tiny_model
@@ -78,7 +78,7 @@ def test_parameters_in_a_shared_storage_stay_there(even):
     start, end = flat.data_ptr(), flat.data_ptr() + 8 * len(flat)
     assert all(start <= parameter.data_ptr() < end for parameter in model.parameters())
     stack = stacking.stack_of(model.model.layers)
-    assert (stack.parameters["mlp.gate_proj.weight"].tensor_mx is not None) == even
+    assert (stack.parameters["mlp.gate_proj.weight"].tensor_Mx is not None) == even
 
 
 def place_in(flat, parameters, gaps=None):
@@ -286,7 +286,7 @@ def test_concurrent_first_waves_share_one_stack(monkeypatch):
 def joined(monkeypatch, noted):
     """Weights with one input side by side, as on CUDA; the numbers of those that were joined, and the axes."""
     monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
-    calls = [noted(module, "side_by_side") for module in (products, shared_weights)]
+    calls = [noted(module, "side_by_side") for module in (products, stacked_products)]
 
     def taken():
         found = [one for each in calls for one in each if one.result is not None]

@@ -8,16 +8,15 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}  # of norms
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
 
 
-class MemoryInParts:
-    """Rows for a kernel: each part ends before the next one begins."""
+def in_parts(num_parts, num_rows, width):
+    """Memory for the rows of a kernel's result: each part ends before the next one begins."""
+    return torch.full((num_parts, num_rows // num_parts + 2, width), float("nan"))[:, 1:-1]
 
-    def __init__(self, num_parts):
-        self.num_parts, self.given = num_parts, []
 
-    def memory(self, num_rows, width, like):
-        memory = torch.full((self.num_parts, num_rows // self.num_parts + 2, width), float("nan"), dtype=like.dtype)
-        self.given.append(memory)
-        return memory[:, 1:-1]
+def assert_written(rows_mnD):
+    """All rows are written, and nothing beside them."""
+    whole = rows_mnD._base
+    assert whole[:, [0, -1]].isnan().all() and not whole[:, 1:-1].isnan().any()
 
 
 def random(*shape, seed=0, dtype=torch.float32):

@@ -3,10 +3,11 @@ interpreter."""
 
 import torch
 
+from condense.execution import band
 from condense.kernels import attention_inputs, cross_entropy, rms_norm, rotary, swiglu
-from condense.kernels.layout import memory_for
+from condense.kernels.layout import given_or_new
 
-MODULES = attention_inputs, cross_entropy, rms_norm, rotary, swiglu
+MODULES = band, attention_inputs, cross_entropy, rms_norm, rotary, swiglu
 
 
 def replace_launches(monkeypatch, kept=""):
@@ -32,34 +33,36 @@ def silu_product_gradients_into(both_mnF, gate_xF, up_xF, gradient_xF):
     both_mnF.copy_(torch.cat(found, -1).view(both_mnF.shape))
 
 
-def norm(hidden_xD, weight, epsilon, rows=None):
+def norm(hidden_xD, weight, epsilon, normed_mnD=None):
     width = hidden_xD.shape[-1]
     normed_xD = rms_norm.plain_rms_norm(hidden_xD, weight, epsilon)
-    memory_mnD = memory_for(rows, normed_xD.numel() // width, width, normed_xD)
-    memory_mnD.copy_(normed_xD.reshape(memory_mnD.shape))
-    return memory_mnD.view(hidden_xD.shape), hidden_xD.new_empty(1)
+    normed_mnD = given_or_new(normed_mnD, normed_xD.numel() // width, width, normed_xD)
+    normed_mnD.copy_(normed_xD.reshape(normed_mnD.shape))
+    return normed_mnD.view(hidden_xD.shape), hidden_xD.new_empty(1)
 
 
-def add_norm(hidden_xD, residual_xD, weight, epsilon, rows=None):
+def add_norm(hidden_xD, residual_xD, weight, epsilon, normed_mnD=None):
     sum_xD = hidden_xD + residual_xD
-    return sum_xD, *norm(sum_xD, weight, epsilon, rows)
+    return sum_xD, *norm(sum_xD, weight, epsilon, normed_mnD)
 
 
 EPSILON = 1e-6  # of the tests' models, which kernels' gradients do not need
 
 
-def norm_gradients(input_xD, weight, scale_n, gradient_xD, other_xD, needs_weight, places):
+def norm_gradients(
+    input_xD, weight, scale_n, gradient_xD, other_xD, needs_weight, of_input_mnD=None, of_weight_mpD=None
+):
     def plain(input_xD, weight):
         return rms_norm.plain_rms_norm(input_xD, weight, EPSILON)
 
     of_input, of_weight = gradients_of(plain, (input_xD, weight), gradient_xD)
     of_input = of_input if other_xD is None else of_input + other_xD
     width = input_xD.shape[-1]
-    memory_mnD = memory_for(places.of_input, input_xD.numel() // width, width, input_xD)
-    memory_mnD.copy_(of_input.reshape(memory_mnD.shape))
-    if places.of_weight is not None:
-        places.of_weight.memory(2, width, input_xD)[:, 1] += of_weight
-    return memory_mnD.view(input_xD.shape), of_weight if needs_weight else None
+    of_input_mnD = given_or_new(of_input_mnD, input_xD.numel() // width, width, input_xD)
+    of_input_mnD.copy_(of_input.reshape(of_input_mnD.shape))
+    if of_weight_mpD is not None:
+        of_weight_mpD[:, -1] += of_weight
+    return of_input_mnD.view(input_xD.shape), of_weight if needs_weight else None
 
 
 def rotate_into(output_RHTE, tensor_RHTE, cos_R1TE, sin_R1TE, inverse):

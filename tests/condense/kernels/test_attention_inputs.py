@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from condense import layers
+from condense.execution import band
 from condense.kernels import rms_norm, swiglu
 from condense.kernels.attention_inputs import attention_inputs, memory_of, takes_attention_kernels
 from condense.kernels.rotary import plain_rotate
 
 from ..models import assert_same_gradients, gradients, random_ids, tiny_model
-from .checks import MemoryInParts, assert_same_function, assert_same_second_derivatives, random
+from .checks import assert_same_function, assert_same_second_derivatives, assert_written, in_parts, random
 from .test_rotary import ROWS, tables_of, tile  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -28,11 +28,11 @@ def by_head(tensors):
     return *(one.transpose(1, 2) for one in (query, key, value)), tuple(memory) or None
 
 
-def kernels(tables, rows=None):
+def kernels(tables, of_own=None):
     def function(*tensors):
         *own, memory = by_head(tensors)
         assert takes_attention_kernels(*own, memory, tables)
-        return tuple(one for part in attention_inputs(*own, memory, tables, rows) for one in part)
+        return tuple(one for part in attention_inputs(*own, memory, tables, of_own) for one in part)
 
     return function
 
@@ -59,30 +59,29 @@ def plain(tables):
 @pytest.mark.usefixtures("tile")
 def test_attention_inputs(num_parts, num_tables, with_memory, size):
     tables = tables_of(num_tables, size)
-    places = num_parts and MemoryInParts(num_parts)
+    of_own = num_parts and in_parts(num_parts, ROWS * WIDTH, (QUERIES + 2 * HEADS) * size)
     outputs = 6 if with_memory == 1 else 3
     inputs = inputs_of(with_memory, size)
-    assert_same_function(kernels(tables, places), plain(tables), inputs, num_outputs=outputs)
-    if places:
-        (given,) = places.given
-        assert given.shape[2] == (QUERIES + 2 * HEADS) * size
-        assert given[:, [0, -1]].isnan().all() and not given[:, 1:-1].isnan().any()
+    assert_same_function(kernels(tables, of_own), plain(tables), inputs, num_outputs=outputs)
+    if num_parts:
+        assert_written(of_own)
 
 
 @pytest.mark.parametrize("num_parts", [None, 1, ROWS])
 def test_memory_of(num_parts):
     tables = tables_of(ROWS, 6)
     exact = tuple(table.double() for table in tables)
-    places = num_parts and MemoryInParts(num_parts)
+    of_own = num_parts and in_parts(num_parts, ROWS * WIDTH, 2 * HEADS * 6)
 
     def kernel(key, value):
-        return memory_of(key.transpose(1, 2), value.transpose(1, 2), tables, places)
+        return memory_of(key.transpose(1, 2), value.transpose(1, 2), tables, of_own)
 
     def expected(key, value):
         return plain_rotate(key.transpose(1, 2), exact), value.transpose(1, 2)
 
     assert_same_function(kernel, expected, inputs_of()[1:3], num_outputs=2)
-    assert not places or places.given[0].shape[2] == 2 * HEADS * 6
+    if num_parts:
+        assert_written(of_own)
 
 
 def test_bfloat16():
@@ -149,16 +148,17 @@ def test_what_the_kernels_do_not_take():
 
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
 def test_a_model(schedule, monkeypatch, noted):
-    """In a wave, the first segment's rows have no memory. The norms of sums have their own kernel: in each layer after
-    attention, and at its end, of whose sum the memory is made."""
+    """In a wave, the first segment's rows have no memory, and norms of sums have their own kernel: after attention, and
+    at the end of a layer, of whose sum the memory is made. Layers in order have a kernel for each norm."""
     monkeypatch.setattr(swiglu, "uses_kernels", lambda tensor: False)  # the interpreter is slow
-    inputs, norms = noted(layers, "attention_inputs"), noted(rms_norm._Norm, "apply")
+    inputs, norms = noted(band, "attention_inputs"), noted(rms_norm._Norm, "apply")
     model, ids = tiny_model(torch.float32, schedule=schedule).train(), random_ids(1, 13)
     loss, found = gradients(model, ids)
-    parts = {len(one.result) for one in inputs}
-    assert parts == ({1} if schedule == "sequential" else {1, 2})
+    assert {len(one.result) for one in inputs} == (set() if schedule == "sequential" else {1, 2})
     sums = [one for one in norms if one.arguments[1] is not None]
-    assert len(sums) == {"sequential": 3 * (2 + 2 + 1), "wavefront": 4 * 2 + 3}[schedule]  # the last segment is partial
+    assert len(sums) == {"sequential": 0, "wavefront": 4 * 2}[schedule]
+    last = 3 * 2 + 1  # of the short segment, which writes no memory, and the final norm
+    assert len(norms) == {"sequential": 2 * 3 * 3, "wavefront": 4 * 3}[schedule] + last
     inputs.clear()
     doubled = {name: gradient.double() for name, gradient in found.items()}
     assert_same_gradients((loss, doubled), gradients(model.double(), ids), 1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from condense.execution import cuda_graph, stacked_parameters, static_sums
+from condense.execution import cuda_graph, group_buffers, stacked_parameters
 from condense.execution.cuda_graph import Graphs, Pool
 
 from ..execution.graphed import trained, uses
@@ -86,7 +86,7 @@ BACKWARD = {
 def test_a_further_segment(group, captures, monkeypatch):
     """One more segment is one more diagonal. The products for weight gradients are not part of it: they wait for the
     rows of all segments here, and only the output of attention is copied for them."""
-    monkeypatch.setattr(static_sums, "TOKENS", 10**6)
+    monkeypatch.setattr(group_buffers, "TOKENS", 10**6)
     counts = []
     for segments in (8, 9):
         captures.clear()

@@ -3,11 +3,17 @@ import torch
 import torch.nn.functional as F
 
 from condense.kernels import rms_norm as module
-from condense.kernels.layout import Places
 from condense.kernels.rms_norm import add_rms_norm, input_and_rms_norm, plain_rms_norm, rms_norm
-from condense.layers import RMSNorm
 
-from .checks import MemoryInParts, assert_near, assert_same_function, assert_same_second_derivatives, dtypes, random
+from .checks import (
+    assert_near,
+    assert_same_function,
+    assert_same_second_derivatives,
+    assert_written,
+    dtypes,
+    in_parts,
+    random,
+)
 
 pytestmark = [pytest.mark.usefixtures("poisoned"), pytest.mark.unit]
 
@@ -64,32 +70,19 @@ def test_norm_and_its_input(shape, weight_shape):
     assert_same_function(input_and_rms_norm, plain, inputs, [EPSILON], num_outputs=2)
 
 
-class Partials:
-    def __init__(self, groups):
-        self.groups = groups
-        self.total = None
-
-    def memory(self, num_parts, width, like):
-        if self.total is None:
-            self.total = torch.zeros(self.groups, num_parts, width)
-        assert self.total.shape[1:] == (num_parts, width), "all bands have the same parts"
-        return self.total
-
-
 @pytest.mark.parametrize("adds", [False, True], ids=["norm", "norm of a sum"])
 @pytest.mark.parametrize("num_parts", [1, 4])
 @pytest.mark.usefixtures("tiles")
-def test_places(num_parts, adds):
+def test_given_memory(num_parts, adds):
     """Rows in parts that lie apart; the gradients of the weights of two calls are added up."""
-    rows, of_rows, partials = MemoryInParts(num_parts), MemoryInParts(num_parts), Partials(groups=2)
-    places = Places(rows, of_rows, partials)
+    normed, of_input = in_parts(num_parts, 12, 5), in_parts(num_parts, 12, 5)
+    of_weights = torch.zeros(2, module.num_parts(6, 5), 5)
     weight = (1 + random(2, 5, seed=1)).requires_grad_()
     inputs = [random(4, 3, 5, seed=seed).requires_grad_() for seed in (2, 3)[: 1 + adds]]
-    found = (
-        add_rms_norm(*inputs, weight, EPSILON, places) if adds else input_and_rms_norm(*inputs, weight, EPSILON, places)
-    )
+    function = add_rms_norm if adds else input_and_rms_norm
+    found = function(*inputs, weight, EPSILON, normed, of_input, of_weights)
     factors = [random(4, 3, 5, seed=seed) for seed in (4, 5)]
-    strided = MemoryInParts(4).memory(12, 5, factors[0]).copy_(factors[0])  # as from another kernel's places
+    strided = in_parts(4, 12, 5).copy_(factors[0])  # as from another kernel
     exact = [tensor.detach().double().requires_grad_() for tensor in (*inputs, weight)]
     total = sum(exact[:-1])
     expected = total, plain_rms_norm(total, exact[-1], EPSILON)
@@ -99,12 +92,11 @@ def test_places(num_parts, adds):
     *of_exact, of_weight = torch.autograd.grad(expected, exact, [factor.double() for factor in factors])
     for one, other in zip(of_inputs, of_exact, strict=True):
         assert_near(one, other)
-    assert_near(partials.total.sum(1), of_weight)
+    assert_near(of_weights.sum(1), of_weight)
     assert torch.autograd.grad(found[1], weight, factors[1], allow_unused=True) == (None,)
-    assert_near(partials.total.sum(1), 2 * of_weight)
-    for memory in (rows, of_rows):
-        for given in memory.given:
-            assert given[:, [0, -1]].isnan().all() and not given[:, 1:-1].isnan().any()
+    assert_near(of_weights.sum(1), 2 * of_weight)
+    for memory in (normed, of_input):
+        assert_written(memory)
 
 
 def test_fewer_groups_have_no_more_programs(tiles):
@@ -179,14 +171,6 @@ def test_second_derivatives():
     inputs = [random(4, 3, 5), random(4, 3, 5, seed=1), random(2, 5, seed=2)]
     assert_same_second_derivatives(rms_norm, plain_rms_norm, [inputs[0], inputs[2]], [EPSILON])
     assert_same_second_derivatives(add_rms_norm, plain_add_rms_norm, inputs, [EPSILON])
-
-
-def test_a_hook_on_all_modules_sees_norms_whose_kernel_returns_more():
-    norm, hidden, seen = RMSNorm(5), random(3, 5), []
-    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
-        norm.after_input(hidden)
-        norm.after_sum(hidden, hidden)
-    assert seen == [norm, norm]
 
 
 def test_a_sum_of_two_dtypes_has_the_norms_kernel(noted):

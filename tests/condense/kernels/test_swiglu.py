@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from condense import shared_weights
-from condense.execution import stacked_parameters
+from condense.execution import stacked_parameters, stacked_products
 from condense.kernels import rms_norm, rotary, swiglu
 from condense.kernels.swiglu import plain_silu_product, silu_product
 
@@ -71,7 +70,7 @@ def test_plain(up):
 def test_both_gradients_go_to_the_input_by_one_product(monkeypatch, noted):
     """They lie side by side, as the weights do, through the views between the kernel and the products."""
     monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
-    joined = noted(shared_weights, "side_by_side")
+    joined = noted(stacked_products, "side_by_side")
     for module in (rms_norm, rotary):  # the interpreter is slow
         monkeypatch.setattr(module, "uses_kernels", lambda tensor: False)
     model, ids = tiny_model(torch.bfloat16, schedule="wavefront").train(), random_ids(1, 25)

@@ -1,13 +1,15 @@
 """The rows of a captured group lie so that the weight gradients of several segments are products without a copy."""
 
+import gc
+import weakref
 from collections import defaultdict
 
 import pytest
 import torch
 
-from condense.execution import captured_groups, cuda_graph, stacked_parameters, static_sums
-from condense.execution.adjacent_rows import Buffer, GroupRows, Place
+from condense.execution import captured_groups, cuda_graph, group_buffers, stacked_parameters
 from condense.execution.cuda_graph import Graphs, Pool
+from condense.execution.group_buffers import Buffer, GroupBuffers
 
 from ..execution.graphed import trained, uses
 from ..models import MEMORIES, assert_same_gradients, gradients, random_ids, tiny_model
@@ -54,22 +56,23 @@ def copied(monkeypatch):
     """Which sides of each product for weight gradients were copied, by the widths of its input and outputs: the input,
     or the gradients."""
     found, joined = defaultdict(set), []
-    plain, add_waiting = static_sums._joined, static_sums.StaticSums._add_waiting
+    plain, add_waiting = group_buffers._joined, GroupBuffers._add_waiting
 
     def join(parts):
         joint = plain(parts)
         joined.append(joint.data_ptr() != parts[0].data_ptr())
         return joint
 
-    def add(sums, key):
+    def add(buffers, layer, *names):
         joined.clear()
-        add_waiting(sums, key)
-        found[key[1][0].weights[0].shape[1], *(len(one.weights[0]) for one in key[1])] |= {
+        add_waiting(buffers, layer, *names)
+        weights = [buffers.sums[name].weights[0] for name in names]
+        found[weights[0].shape[1], *map(len, weights)] |= {
             "gradients" if number else "input" for number, was_copied in enumerate(joined) if was_copied
         }
 
-    monkeypatch.setattr(static_sums, "_joined", join)
-    monkeypatch.setattr(static_sums.StaticSums, "_add_waiting", add)
+    monkeypatch.setattr(group_buffers, "_joined", join)
+    monkeypatch.setattr(GroupBuffers, "_add_waiting", add)
     return found
 
 
@@ -96,7 +99,7 @@ def test_gradients(batch, group, waiting, fields, is_wave, copied, without_kerne
     with a detached memory. All others lie where a product reads them, unless some layers remember their input: then
     the gradients of the memory's keys and values are copied, if there are any."""
     replace_launches(monkeypatch)
-    monkeypatch.setattr(static_sums, "TOKENS", waiting * batch * SEGMENT)
+    monkeypatch.setattr(group_buffers, "TOKENS", waiting * batch * SEGMENT)
     monkeypatch.setattr(captured_groups, "WAVE_TOKENS", 1000 if is_wave else 1)
     ids = random_ids(batch, LENGTH)
     found = gradients(uses(trained(group, dtype=torch.float32, **fields), ids, times=1), ids)
@@ -124,12 +127,10 @@ def test_with_the_norms_kernels(interpreter, copied, without_kernels, monkeypatc
     monkeypatch.setattr(triton_rms_norm, "TILE", 32)
     monkeypatch.setattr(triton_rms_norm, "PROGRAMS", 6)
     monkeypatch.setattr(triton_rms_norm, "SHARED_BY", 1)
-    monkeypatch.setattr(static_sums, "TOKENS", 2 * SEGMENT)
+    monkeypatch.setattr(group_buffers, "TOKENS", 2 * SEGMENT)
     fields, ids = {"num_hidden_layers": 2}, random_ids(1, 3 * SEGMENT)
     model = uses(trained(None, dtype=torch.float32, **fields), ids, times=1)
     found = gradients(model, ids)
-    sums = model.model.layers._captured_groups.sums
-    assert not sums._partials and not sums._waiting, "they are memory of a capture"
     assert copied[24, 40, 40] == copied[24, 32, 16, 16] == set()
     without_kernels()
     assert_same_gradients(found, gradients(tiny_model(torch.float32, schedule="sequential", **fields), ids), 2e-5)
@@ -142,19 +143,20 @@ def test_parts_of_a_buffer_share_memory_and_no_version():
     band.fill_(1)
     expected = torch.zeros(10, 2, 5)
     expected[1 * 3 + 2] = expected[2 * 3 + 1] = 1
-    assert torch.equal(buffer.rows_snF, expected)
+    assert torch.equal(buffer.rows_snx, expected)
     assert other._version == version
 
 
-def test_a_group_holds_nothing_after_its_backward_pass():
-    group = GroupRows(num_layers=2, num_segments=3, kept=2)
-    outputs, gradients_of_outputs = Place(7, of_gradients=False), Place(7, of_gradients=True)
+def test_a_group_holds_no_memory_of_its_capture(monkeypatch):
+    made, make = [], GroupBuffers.__init__
 
-    def storage(place, num_layers):
-        band = group.of_band(place, slice(0, num_layers))
-        return band.memory(5 * num_layers, 4, torch.zeros(1)).untyped_storage()._cdata
+    def noted(buffers, *arguments):
+        made.append(weakref.ref(buffers))
+        make(buffers, *arguments)
 
-    first = storage(gradients_of_outputs, 1)
-    assert storage(gradients_of_outputs, 2) == first != storage(outputs, 1)
-    group.clear()
-    assert not group._buffers
+    monkeypatch.setattr(GroupBuffers, "__init__", noted)
+    for group in (None, 2):
+        model = uses(trained(group, dtype=torch.float32), random_ids(1, LENGTH))
+        assert model.model.layers._captured_groups._groups
+    gc.collect()
+    assert made and all(one() is None for one in made)

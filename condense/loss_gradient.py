@@ -17,10 +17,9 @@ from .kernels.cross_entropy import cross_entropy_and_gradient
 from .kernels.rms_norm import rms_norm
 from .layers import RMSNorm
 from .linear import linear
-from .products import add_product
 from .shared_weights import Begun, active_weights, may_be_summed
 from .transforms import autocast_dtype, has_hooks, is_transformed
-from .weight_sum import sum_dtype
+from .weight_sum import WeightSum
 
 # Each part reads and writes the head's gradient sum, and has nothing else of the logits' size.
 GPU_BYTES = 16  # of logits, for each of MAX_LOGITS: 1 GiB
@@ -37,7 +36,7 @@ class HeadGradients:
         self.norm, self.head_weights = norm, [weight for weight in (head.weight, head.bias) if weight is not None]
         norm_weights = [] if norm is None else [norm.weight]
         self.weights = [one for one in (*self.head_weights, *norm_weights) if one.requires_grad]
-        self.sums: dict[int, torch.Tensor] = {}  # by the weights' ids
+        self.sums = {id(weight): WeightSum([weight]) for weight in self.weights}
         self.tied: Begun | None = None  # the sum of an embedding that is the head
 
     def block_loss(
@@ -72,10 +71,14 @@ class HeadGradients:
         if gradient_nV is None:
             return losses_n, None
         del logits_nV
-        self._add_product(self.head_weights[0], gradient_nV, normed_nD.detach())
-        for bias in self.head_weights[1:]:
+        weight, *biases = self.head_weights
+        if weight.requires_grad and self.sums[id(weight)].total() is None:
+            self.sums[id(weight)].give(gradient_nV.t() @ normed_nD.detach())
+        elif weight.requires_grad:
+            self.sums[id(weight)].add_product(gradient_nV.t(), normed_nD.detach())
+        for bias in biases:
             if bias.requires_grad:
-                self._add(bias, gradient_nV.sum(0))
+                self.sums[id(bias)].give(gradient_nV.sum(0))
         if not normed_nD.requires_grad:
             return losses_n, None
         of_normed_nD = linear(gradient_nV, weight_VD.t())
@@ -85,26 +88,8 @@ class HeadGradients:
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found = list(torch.autograd.grad(normed_nD, wanted, of_normed_nD))
         if self.norm.weight.requires_grad:
-            self._add(self.norm.weight, found.pop())
+            self.sums[id(self.norm.weight)].give(found.pop())
         return losses_n, found[0] if found else None
-
-    def _add(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        earlier = self._earlier(weight)
-        self.sums[id(weight)] = gradient if earlier is None else earlier.add_(gradient)
-
-    def _earlier(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Returns the sum so far in its dtype: a single gradient is not cast."""
-        if (earlier := self.sums.pop(id(weight), None)) is not None:
-            self.sums[id(weight)] = earlier.to(sum_dtype(earlier.dtype))
-        return self.sums.get(id(weight))
-
-    def _add_product(self, weight: torch.Tensor, gradient_nV: torch.Tensor, normed_nD: torch.Tensor) -> None:
-        if not weight.requires_grad:
-            return
-        if (earlier := self._earlier(weight)) is None:
-            self.sums[id(weight)] = gradient_nV.t() @ normed_nD
-        else:
-            add_product(earlier, gradient_nV.t(), normed_nD)
 
 
 def head_gradients(head: Callable, norm: nn.Module | None = None) -> HeadGradients | None:
@@ -161,8 +146,7 @@ class _Total(torch.autograd.Function):
     def forward(ctx, gradients: HeadGradients, num_losses: int, token, *tensors):
         ctx.num_losses, ctx.dtypes = num_losses, [weight.dtype for weight in gradients.weights]
         ctx.tied = None if gradients.tied is None else gradients.tied[0]
-        ctx.save_for_backward(*(gradients.sums.get(id(weight)) for weight in gradients.weights))
-        gradients.sums = {}
+        ctx.save_for_backward(*(gradients.sums.pop(id(weight)).total() for weight in gradients.weights))
         return torch.stack(tensors[:num_losses]).sum()
 
     @staticmethod

@@ -13,30 +13,36 @@ from .transforms import join
 
 
 class WeightSum:
-    """The sum of the gradients of the uses of some weights, as one tensor, in one backward pass.
+    """The sum of the gradients of the uses of some weights, as one tensor, in one backward pass, or in a forward pass.
 
     A pass that asks for the gradients of other tensors never reaches the weights: the next pass begins a new sum.
     Autograd keeps this object, so it must not hold tensors of a graph.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], is_stack: bool):
+    def __init__(self, weights: Sequence[torch.Tensor], is_stack: bool = False):
         self.weights, self.is_stack = weights, is_stack
-        self._total: torch.Tensor | None = None
         self._backward_pass: int | None = None
-        self._given: torch.Tensor | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._single: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def give(self, gradient: torch.Tensor) -> None:
-        """Adds the whole gradient of another use of a weight, in the weight's dtype; `gradient` may be overwritten."""
-        self.total()  # of this pass
-        self._given = gradient if self._given is None else self._given.add_(gradient)
+        """Adds the gradient of a weight, which may be overwritten; the first, as large as a head, stays in its dtype as
+        long as it is the only one."""
+        if self.total() is None:
+            self._single = gradient
+        else:
+            self.sum(gradient).add_(gradient)
 
     def add(self, gradient: torch.Tensor, members: slice | None = None) -> None:
         """Adds the gradient of a weight, or of some `members` [m, ...] of a stack."""
         if members is None and self.total() is None:
-            self._total = gradient.to(sum_dtype(gradient.dtype), copy=True)
+            self._sum = gradient.to(sum_dtype(gradient.dtype), copy=True)
         else:
-            total = self.total_or_zeros(gradient)
+            total = self.sum(gradient)
             (total if members is None else total[members]).add_(gradient)
 
     def add_product(self, left_xOn: torch.Tensor, right_xnI: torch.Tensor, members: slice | None = None) -> None:
@@ -44,25 +50,25 @@ class WeightSum:
         if members is None and self.total() is None:
             self.add(left_xOn @ right_xnI)
         elif members is None:
-            add_product(self.total_or_zeros(left_xOn), left_xOn, right_xnI)
+            add_product(self.sum(left_xOn), left_xOn, right_xnI)
         else:
-            add_products(self.total_or_zeros(left_xOn)[members], left_xOn, right_xnI)
+            add_products(self.sum(left_xOn)[members], left_xOn, right_xnI)
 
     def add_rows(self, index_n: torch.Tensor, gradient_nD: torch.Tensor) -> None:
         """Adds to rows of a matrix; an index may occur several times. Rows wait while there are fewer of them than the
         matrix has, because a full-size sum takes longer to write and read."""
-        if self.total() is None and sum(len(index) for index, _ in self._rows) + len(index_n) < len(self.weights[0]):
+        self.total()  # of this pass
+        num_rows = sum(len(index) for index, _ in self._rows) + len(index_n)
+        if self._sum is None and num_rows < len(self.weights[0]):
             self._rows.append((index_n, gradient_nD))
         else:
-            total = self.total_or_zeros(gradient_nD)
+            total = self.sum(gradient_nD)
             total.index_add_(0, index_n, gradient_nD.to(total.dtype))
 
     def take(self) -> list[torch.Tensor | None]:
         """Returns the gradient of each weight in its dtype, None if there is none, and forgets the sum."""
-        total, given, rows = self.total(), self._given, self._rows
+        total, rows = self.total(), self._rows
         self._forget()
-        if given is not None:
-            total = given if total is None else total.add_(given)
         if rows:
             total = torch.zeros_like(self.weights[0]) if total is None else total
             row_n, sum_nD = _sums_by_row(*map(join, zip(*rows, strict=True)))
@@ -72,23 +78,24 @@ class WeightSum:
         parts = total.unbind(0) if self.is_stack else [total]
         return [part.to(weight.dtype) for part, weight in zip(parts, self.weights, strict=True)]
 
-    def _forget(self) -> None:
-        self._total, self._given, self._rows = None, None, []
-
     def total(self) -> torch.Tensor | None:
-        """Returns the sum so far, without given gradients and waiting rows."""
+        """Returns what this pass has added so far, without waiting rows."""
         backward_pass = torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
             self._forget()
             self._backward_pass = backward_pass
-        return self._total
+        return self._single if self._sum is None else self._sum
 
-    def total_or_zeros(self, gradient: torch.Tensor) -> torch.Tensor:
-        if (total := self.total()) is None:
+    def sum(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the sum to add to, in float32 for a gradient of fewer bits."""
+        total, dtype = self.total(), sum_dtype(gradient.dtype)
+        if total is None:
             first, stacked = self.weights[0], (len(self.weights),) if self.is_stack else ()
-            total = gradient.new_zeros((*stacked, *first.shape), dtype=sum_dtype(gradient.dtype))
-            self._total = total
-        return total
+            self._sum = gradient.new_zeros((*stacked, *first.shape), dtype=dtype)
+        elif self._sum is None:
+            self._sum, self._single = total.to(dtype), None
+        assert self._sum is not None
+        return self._sum
 
 
 def _sums_by_row(index_n: torch.Tensor, gradient_nD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

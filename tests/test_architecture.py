@@ -1,6 +1,7 @@
 """Who may import whom: floors in order, no circles, and a core that stands without its laboratories."""
 
 import ast
+import re
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -127,6 +128,17 @@ def test_each_list_of_names_stands_in_one_place():
 
     assert set(ATTENTION_IMPLEMENTATIONS) == {"auto", *IMPLEMENTATIONS}
     assert set(SCHEDULES) == {"auto", "graph", *EXECUTORS}
+
+
+def test_a_layer_reads_itself(graph):
+    """It names operations, and neither the memory for their results nor who computes several layers at once."""
+    source, tree = SOURCES["condense.layers"].read_text(), ast.parse(SOURCES["condense.layers"].read_text())
+    assert len(source.splitlines()) <= 180
+    assert [name for name in graph["condense.layers"] if name.startswith("condense.execution")] == []
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names >= {"rms_norm", "rotate", "silu_product", "apply_linear", "attend"}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert [name for name in names if re.search("kernel|buffer|place|stack|band|_mn", name)] == []
 
 
 def test_results_stay_small():

@@ -64,17 +64,14 @@ class Band(NamedTuple):
             return join([used(one)[None] for one in parameter.all[self.layers]])
         return used_part(self.part(name), self.sums[name], self.layers) if name in self.sums else self.part(name)
 
-    def input_rows(self, name: str, like_RTx: torch.Tensor) -> torch.Tensor | None:
-        """Returns the memory [m, n, x] for the input of a linear map and of those beside it; None for a new tensor."""
-        return self._rows(name, like_RTx, like_RTx.shape[-1], of_gradients=False)
-
-    def gradient_rows(self, name: str, like_RTx: torch.Tensor, width: int) -> torch.Tensor | None:
-        """Returns the memory [m, n, width] for the gradients of their outputs; None for a new tensor."""
-        return self._rows(name, like_RTx, width, of_gradients=True)
-
-    def _rows(self, name: str, like_RTx: torch.Tensor, width: int, of_gradients: bool) -> torch.Tensor | None:
+    def rows(
+        self, name: str, like_RTx: torch.Tensor, width: int | None = None, of_gradients: bool = False
+    ) -> torch.Tensor | None:
+        """Returns the memory [m, n, width] for the input of a linear map and of those beside it, or for the gradients
+        of their outputs; None for new tensors."""
         if self.buffers is None or not uses_kernels(like_RTx):
             return None
+        width = like_RTx.shape[-1] if width is None else width
         return self.buffers.rows(f"{name}.weight", self.layers, self.newest, width, like_RTx, of_gradients)
 
 
@@ -165,8 +162,8 @@ def _mlp(band: Band, normed_RTD: torch.Tensor) -> torch.Tensor:
     mlp = band.stack.layers[0].mlp
     gate_RTF, up_RTF = _products(band, (GATE, UP), normed_RTD)
     if mlp.has_silu:
-        rows = band.input_rows(DOWN, gate_RTF), band.gradient_rows(GATE, gate_RTF, 2 * gate_RTF.shape[-1])
-        product_RTF = silu_product(gate_RTF, up_RTF, *rows)
+        of_both_mnx = band.rows(GATE, gate_RTF, 2 * gate_RTF.shape[-1], of_gradients=True)
+        product_RTF = silu_product(gate_RTF, up_RTF, band.rows(DOWN, gate_RTF), of_both_mnx)
     else:
         product_RTF = mlp.act_fn(gate_RTF) * up_RTF
     (output_RTD,) = _products(band, (DOWN,), product_RTF)
@@ -209,7 +206,7 @@ def _gradients_of_heads(band: Band, name: str, *heads: torch.Tensor) -> torch.Te
     """Returns the memory for the gradients of projections; None if norms of the heads come between."""
     if "self_attn.k_norm.weight" in band.stack.parameters:
         return None
-    return band.gradient_rows(name, heads[0], sum(one.shape[1] * one.shape[3] for one in heads))
+    return band.rows(name, heads[0], sum(one.shape[1] * one.shape[3] for one in heads), of_gradients=True)
 
 
 def _norm(
@@ -230,8 +227,8 @@ def _norm(
         rows = hidden_RxD.numel() // width // band.size
         of_weight_mpD = band.buffers.parts(weight, band.layers, num_parts(rows, width), hidden_RxD)
     memory = (
-        None if before is None else band.input_rows(before, hidden_RxD),
-        None if after is None else band.gradient_rows(after, hidden_RxD, width),
+        None if before is None else band.rows(before, hidden_RxD),
+        None if after is None else band.rows(after, hidden_RxD, of_gradients=True),
         of_weight_mpD,
     )
     weight_mD = band.weight(weight) if of_weight_mpD is None else band.part(weight)

@@ -19,8 +19,8 @@ import torch
 
 from ..products import add_product, side_by_side
 from ..shared_weights import Begun
-from ..weight_sum import WeightSum
 from .stacked_products import Gradients, add_products
+from .static_sums import StaticSum
 
 TOKENS = 4096  # of a layer, whose gradients wait
 
@@ -48,7 +48,7 @@ class Buffer:
 class GroupBuffers:
     """The buffers of a group that begins with segment `first`; each segment has `tokens` in all its rows."""
 
-    def __init__(self, sums: Mapping[str, WeightSum], num_layers: int, first: int, num_segments: int, tokens: int):
+    def __init__(self, sums: Mapping[str, StaticSum], num_layers: int, first: int, num_segments: int, tokens: int):
         self.sums, self.num_layers = sums, num_layers
         self.first, self.num_segments, self.tokens = first, num_segments, tokens
         self._rows: dict[tuple[str, bool], Buffer] = {}
@@ -57,6 +57,7 @@ class GroupBuffers:
 
     @property
     def begun(self) -> dict[str, Begun]:
+        """Returns the sums by name, without tokens: they are those of the calls that replay the group."""
         return {name: (one, None) for name, one in self.sums.items()}
 
     def rows(
@@ -107,14 +108,14 @@ class GroupBuffers:
         for key in list(self._waiting):
             self._add_waiting(*key)
         for (name, _), parts_MpD in self._parts.items():
-            self._total(name).add_(parts_MpD.sum(1))
+            self.sums[name].add(parts_MpD.sum(1), slice(None))
 
     def _add_waiting(self, layer: int, *names: str) -> None:
         of_segments, inputs = zip(*self._waiting.pop((layer, *names))[::-1], strict=True)  # the latest came first
         trained = [number for number, one in enumerate(of_segments[0]) if one is not None]
         if not trained:
             return
-        totals = [self._total(names[number])[layer] for number in trained]
+        totals = [self.sums[names[number]].memory_MOx[layer] for number in trained]
         by_segment = [[gradients[number] for number in trained] for gradients in of_segments]
         joint_OI, joint = side_by_side(totals, dim=0), [side_by_side(one, dim=1) for one in by_segment]
         if joint_OI is not None and all(one is not None for one in joint):
@@ -122,11 +123,6 @@ class GroupBuffers:
         input_nI = _joined(inputs)
         for total_OI, of_outputs in zip(totals, zip(*by_segment, strict=True), strict=True):
             add_product(total_OI, _joined(of_outputs).t(), input_nI)
-
-    def _total(self, name: str) -> torch.Tensor:
-        total = self.sums[name].total()
-        assert total is not None
-        return total
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

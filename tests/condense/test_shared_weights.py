@@ -127,7 +127,7 @@ def test_operations_of_the_size_of_the_embedding(fields):
 
 def test_rows_that_are_as_many_as_the_embeddings_are_summed_densely():
     weight = torch.nn.Parameter(torch.zeros(4, 2, dtype=torch.bfloat16))
-    one = WeightSum([weight], is_stack=False)
+    one = WeightSum([weight])
     for _ in range(3):
         one.add_rows(torch.tensor([1, 1, 3]), torch.ones(3, 2, dtype=torch.bfloat16))
     one.give(torch.full((4, 2), 0.5, dtype=torch.bfloat16))

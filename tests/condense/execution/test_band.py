@@ -185,16 +185,3 @@ def test_gradients_of_a_captured_band_are_in_its_sums(name, waiting, monkeypatch
     totals = [sums[name].memory_MOx[number] for name, number in names]
     found = [*found[:2], *(one + total for one, total in zip(found[2:], totals, strict=True))]
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
-
-
-def test_a_band_of_one_layer_is_the_layer():
-    case = Case(**MEMORIES["share"])
-    expected = by_layers(case)
-    for number, metadata in enumerate(case.metadata()):
-        memory = case.memory_before(number)
-        joint = band_metadata([metadata], int(memory is not None), low=number)
-        band = Band(stack_of(case.layers), slice(number, number + 1), joint.chunk.segments[0], {})
-        output_RTD, written = run_band(band, case.inputs[number], memory, joint)
-        torch.testing.assert_close(
-            (output_RTD, written), (expected[0][number], expected[1][number]), atol=1e-12, rtol=0
-        )

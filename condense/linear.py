@@ -80,7 +80,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input_xI, weight_OI, bias_O):
-        ctx.save_for_backward(input_xI, weight_OI)
+        of_weight = ctx.needs_input_grad[1]  # beside adapters, frozen weights need no inputs
+        ctx.save_for_backward(input_xI if of_weight else None, weight_OI)
         return _onednn(input_xI, weight_OI, bias_O)
 
     @staticmethod

@@ -90,6 +90,19 @@ def test_gradients_of_a_part(frozen):
     torch.testing.assert_close(*([one for one in each if one is not None] for each in found))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_weight_keeps_no_input(frozen):
+    ours, stock = twins(bias=False)
+    kept = []
+    for module in (ours, stock):
+        module.weight.requires_grad_(not frozen)
+        input_xI, found = torch.randn(4, 16, requires_grad=True), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, found=found: found.append(tensor), lambda _: None):
+            module(input_xI)
+        kept.append(any(tensor.data_ptr() == input_xI.data_ptr() for tensor in found))
+    assert kept == [not frozen, not frozen]
+
+
 def test_second_derivatives():
     ours, _ = twins()
     weight, bias = (parameter.detach() for parameter in ours.parameters())

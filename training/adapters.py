@@ -44,8 +44,7 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
     head too if one of them is adapted or has other rows than the base's configuration says, which a model that was
     folded in memory has in no folder.
     """
-    from peft import LoraConfig, PeftModelForCausalLM, get_peft_model
-    from peft.tuners.lora import LoraLayer
+    from peft import PeftModelForCausalLM
 
     class AdaptersAlone(PeftModelForCausalLM):
         def save_pretrained(self, save_directory, **options):
@@ -54,6 +53,16 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
 
     check_targets(model, lora)
     base = describe_base(model)  # before DeepSpeed rounds it
+    adapted = with_matrices(model, lora)
+    adapted.__class__ = AdaptersAlone
+    return adapted
+
+
+def with_matrices(model: Any, lora: "LoRA") -> Any:
+    """Returns PEFT's model around this one, with its own weights frozen."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import LoraLayer
+
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -62,7 +71,6 @@ def add_adapters(model: Any, lora: "LoRA") -> Any:
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, settings)
-    adapted.__class__ = AdaptersAlone
     for layer in adapted.modules():
         if isinstance(layer, LoraLayer):
             for module in layer.modules():

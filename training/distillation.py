@@ -120,18 +120,25 @@ class Distillation(ObjectiveKind):
             return self._losses(own, dict(batch), num_targets)
 
     def _losses(self, own: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
-        labels_BN = batch.pop("labels")
-        with_layers = self.hidden_weight > 0
-        read = own.model(**batch, use_cache=False, output_hidden_states=with_layers)
         if not self._placed:  # the student's device and dtype are known once training has begun
             self._placed = True
             place(self._teacher, own, self._shares_weights)
+        loss_n, counted_BN = self.losses_of_targets(own, self._teacher, batch)
+        return losses_by_segment(loss_n, counted_BN, own.config.segment_length, num_targets)
+
+    def losses_of_targets(
+        self, own: Any, teacher: Any, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss [n] of each target, and which tokens [B, N] predict them."""
+        labels_BN = batch.pop("labels")
+        with_layers = self.hidden_weight > 0
+        read = own.model(**batch, use_cache=False, output_hidden_states=with_layers)
         with torch.no_grad():
-            known = self._teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
+            known = teacher.model(**batch, use_cache=False, output_hidden_states=with_layers)
         target_BN = next_labels(labels_BN)
         counted_BN = target_BN != IGNORE_INDEX
         divergence_n, cross_entropy_n = token_losses(
-            (own.lm_head, self._teacher.lm_head),
+            (own.lm_head, teacher.lm_head),
             (read.last_hidden_state[counted_BN], known.last_hidden_state[counted_BN]),
             target_BN[counted_BN],
             self.temperature,
@@ -139,11 +146,11 @@ class Distillation(ObjectiveKind):
         loss_n = self.weight * self.temperature**2 * divergence_n + (1 - self.weight) * cross_entropy_n
         if with_layers:
             distances = [
-                relative_distance(student[counted_BN], teacher[counted_BN])
-                for student, teacher in zip(read.hidden_states[1:], known.hidden_states[1:], strict=True)
+                relative_distance(student_BND[counted_BN], teacher_BND[counted_BN])
+                for student_BND, teacher_BND in zip(read.hidden_states[1:], known.hidden_states[1:], strict=True)
             ]
             loss_n = loss_n + self.hidden_weight * torch.stack(distances).mean(dim=0)
-        return losses_by_segment(loss_n, counted_BN, own.config.segment_length, num_targets)
+        return loss_n, counted_BN
 
     def evaluation_losses(self, model: Any, batch: dict[str, torch.Tensor]) -> Losses:
         """Returns the next-token loss, and the objective's own as `distill`."""

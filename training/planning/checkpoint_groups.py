@@ -1,5 +1,7 @@
 """Chooses how many segments gradient checkpointing computes again at once, if the recipe gives no number."""
 
+from math import ceil
+
 from transformers import LlamaConfig
 
 from condense.execution import default_checkpoint_segments
@@ -7,8 +9,10 @@ from condense.execution import default_checkpoint_segments
 from ..deepspeed_file import deepspeed_settings
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
-from .activations import kept_by_condense
-from .passes import element_size, passes
+from ..recipe.objectives import NextToken
+from .pass_memory import pass_memory
+from .passes import Pass, element_size, passes
+from .stack import stack_of
 
 WAVE_SEGMENTS = 8
 
@@ -30,10 +34,21 @@ def with_checkpoint_segments(config: LlamaConfig, recipe: Recipe, ranks: int) ->
     candidates = [2**power for power in range(len(longest.segments).bit_length())]
     if model.schedule == "wavefront":
         candidates = [max(2, number) for number in candidates]  # a wave has at least two segments
-    return min(
-        (_with(recipe, number) for number in reversed(candidates)),
-        key=lambda each: sum(kept_by_condense(config, each, longest, zero_stage=0).values()),
-    )
+    of_memory, of_segment = _bytes_of_segment(config, recipe, longest)
+
+    def needed(group: int) -> int:
+        return of_memory * ceil(len(longest.segments) / group) + of_segment * group
+
+    return _with(recipe, min(reversed(candidates), key=needed))
+
+
+def _bytes_of_segment(config: LlamaConfig, recipe: Recipe, longest: Pass) -> tuple[int, int]:
+    """Returns the bytes of a segment's memories, and of its activations."""
+    rows, length = longest.rows, longest.segments[0]
+    memories = 2 * rows * length * config.num_key_value_heads * config.head_dim * stack_of(config).memories
+    plain = recipe.model_copy(update={"gradient_checkpointing": False, "objective": NextToken()})
+    (two, _), (three, _) = (pass_memory(config, plain, Pass(rows, [length] * number), "cpu") for number in (2, 3))
+    return memories * element_size(recipe), three["activations"] - two["activations"]
 
 
 def _default(config: LlamaConfig, recipe: Recipe, ranks: int) -> int:

@@ -9,6 +9,7 @@ import yaml
 from transformers import LlamaConfig
 
 from condense.families import FAMILIES
+from condense.kernels.availability import has_triton
 
 from ..deepspeed_file import deepspeed_settings
 from ..launch import CPU_RANKS
@@ -17,7 +18,7 @@ from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .checkpoint_groups import with_checkpoint_segments
 from .documents import planned_documents
-from .fit import GIB, NODE, UNCOUNTED, default_ranks, needed_by_waves, propose, reasons_without_waves
+from .fit import GIB, NODE, UNCOUNTED, default_ranks, propose, reasons_without_waves
 from .memory import estimate
 from .operations import count_operations, uncounted
 from .speed import hours, parse_rate
@@ -91,6 +92,7 @@ def dry_run(
         "",
         f"memory of a rank by the number of ranks, in GiB, as {recipe.deepspeed} divides it (an estimate):",
         table(memory),
+        *_notes(memory, device),
     ]
     if gpu_memory is not None:
         plan["proposals"] = propose(config, recipe, deepspeed, ranks, gpu_memory)
@@ -101,6 +103,16 @@ def dry_run(
             *(proposal_in_words(row, recipe.model.has_segments) for row in plan["proposals"]),
         ]
     return plan, "\n".join(lines)
+
+
+def _notes(memory: Sequence[dict[str, Any]], device: str) -> list[str]:
+    """Explains what the table counts."""
+    notes = []
+    if any("without_graphs" in row for row in memory):
+        notes.append("graphs are captured if memory is left for them: a run without them has the total without graphs")
+    if device == "cuda" and not has_triton():
+        notes.append("Triton is not installed here: plain operations are counted, which keep up to a third more")
+    return notes
 
 
 def _machine(device: str, ranks: int, gpus: int, is_given: bool) -> str:
@@ -138,14 +150,16 @@ def memory_by_ranks(
 ) -> list[dict[str, Any]]:
     """Returns a row of bytes for each number of ranks, or the reason why the recipe does not run on it.
 
-    `waves` has the bytes that waves add to the other parts, which count the sequential order.
+    `without_graphs` has the total of a run that has no memory left for graphs.
     """
     rows: list[dict[str, Any]] = []
     for number in ranks:
         try:
-            parts = estimate(config, recipe, deepspeed, number)
-            waves = needed_by_waves(config, recipe, deepspeed, number, parts, device)
-            rows.append({"ranks": number, **asdict(parts), "total": parts.total + waves, "waves": waves})
+            parts = estimate(config, recipe, deepspeed, number, device)
+            rows.append({"ranks": number, **asdict(parts), "total": parts.total})
+            if parts.graphs:
+                least = estimate(config, recipe, deepspeed, number, device, captures=False)
+                rows[-1]["without_graphs"] = least.total
         except ValueError as error:
             rows.append({"ranks": number, "error": str(error)})
     return rows
@@ -155,7 +169,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the rows of `memory_by_ranks` as text, in GiB per rank, without the parts that are always 0."""
     names = [name for row in rows for name in row if name not in ("ranks", "error")]
     names = [name for name in dict.fromkeys(names) if any(row.get(name) for row in rows)]
-    names.sort(key=lambda name: ("total", "host").index(name) if name in ("total", "host") else -1)
+    last = "total", "without_graphs", "host"
+    names.sort(key=lambda name: last.index(name) if name in last else -1)
     titles = {name: name.replace("_", " ") for name in names}
     lines = ["  ".join(["ranks", *titles.values()])]
     for row in rows:

@@ -11,14 +11,14 @@ from ..distillation import Distillation
 from ..recipe import Recipe
 from ..recipe.models import CondenseModel
 from .checkpoint_groups import with_checkpoint_segments
-from .memory import MemoryEstimate, estimate
-from .passes import FLOAT32, Pass, element_size, passes, weights_of
+from .memory import estimate
+from .passes import Pass, element_size, passes
 
 GIB = 2**30
 NODE = 8  # ranks of a run whose machine is not known
-# What the estimate does not count: the CUDA context, NCCL's buffers, fragments of the allocator. An assumption.
+# What the estimate does not count: the CUDA context, NCCL's buffers, what the allocator holds in fragments. An
+# assumption.
 UNCOUNTED = 5 * GIB
-WAVE_ACTIVATIONS = 0.09  # share that a wave adds: 8.8 % at the shapes of the 1B and the 3B model, in bfloat16
 
 
 def default_ranks(config: LlamaConfig, recipe: Recipe, gpus: int) -> int:
@@ -70,41 +70,14 @@ def _reason_without_waves(
     return reason_for_sequential(config, whole, a_pass.rows, device, element_size(recipe))
 
 
-def needed_by_waves(
-    config: LlamaConfig,
-    recipe: Recipe,
-    deepspeed: dict[str, Any],
-    ranks: int,
-    parts: MemoryEstimate,
-    device: str = "cuda",
-) -> int:
-    """Returns the bytes that waves add to the estimate; 0 if the run has none."""
-    waves = None in reasons_without_waves(config, recipe, deepspeed, ranks, device).values()
-    return wave_bytes(config, recipe, parts) if waves else 0
-
-
-def wave_bytes(config: LlamaConfig, recipe: Recipe, parts: MemoryEstimate) -> int:
-    """Returns the bytes that a wave adds to the estimate, for activations and sums of gradients.
-
-    The first diagonal of the backward pass begins the float32 sums of all layers, while all activations exist.
-    """
-    activations = int(WAVE_ACTIVATIONS * parts.activations)
-    if element_size(recipe) >= FLOAT32:
-        return activations
-    numels = [shape.numel() for shape in weights_of(config, recipe).trained]
-    layers = sum(numels) - max(numels) * (1 if config.tie_word_embeddings else 2)
-    begin = FLOAT32 * layers + element_size(recipe) * max(numels)
-    return activations + max(0, begin - parts.summed_gradients - parts.loss)
-
-
 def propose(
     config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int, gpu_memory: float
 ) -> list[dict[str, Any]]:
     """Returns the largest micro-batch that fits into `gpu_memory` GiB, without and with gradient checkpointing.
 
-    Rows have `gradient_checkpointing`, and either `error` or `micro_batch` (None for a curriculum), `needed` bytes,
-    `overrides` of the recipe, and `without_waves`, the reasons by length. Raises `ValueError` if the recipe's batch
-    does not divide by the number of ranks.
+    Groups of segments become graphs only if memory is left for them. Rows have `gradient_checkpointing`, and either
+    `error` or `micro_batch` (None for a curriculum), `needed` bytes, `overrides` of the recipe, and `without_waves`,
+    the reasons by length. Raises `ValueError` if the recipe's batch does not divide by the number of ranks.
     """
     recipe.accumulation(ranks)
     rows = []
@@ -116,8 +89,7 @@ def propose(
             changes |= {} if micro_batch is None else {"micro_batch": micro_batch}
             try:
                 changed = Recipe.model_validate(recipe.model_dump(exclude_unset=True) | changes)
-                parts = estimate(config, changed, deepspeed, ranks)
-                size = parts.total + UNCOUNTED + needed_by_waves(config, changed, deepspeed, ranks, parts)
+                size = estimate(config, changed, deepspeed, ranks, captures=False).total + UNCOUNTED
                 smallest = size
             except ValueError as refusal:  # a combination that the recipe refuses
                 error = error or str(refusal)

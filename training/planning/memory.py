@@ -1,7 +1,7 @@
-"""Memory of a rank by part: the weights and states that DeepSpeed keeps, and those that a pass adds. Nothing is run.
+"""Memory of a rank by part: the weights and states that DeepSpeed keeps, and those that a pass adds.
 
-All sizes are in bytes. Not counted: the CUDA context, the allocator's fragmentation, buffers of NCCL, and tensors that
-live within a single operation.
+A pass is measured on the meta device; DeepSpeed's buffers are counted. All sizes are in bytes. Not counted: the CUDA
+context, what the allocator holds in fragments, and buffers of NCCL.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,14 @@ from condense.loading import load_config
 
 from ..distillation import Distillation
 from ..recipe import Recipe
-from .activations import kept_by_autograd, summed_gradients
 from .checkpoint_groups import with_checkpoint_segments
-from .passes import FLOAT32, Weights, element_size, parameter_shapes, passes, weights_of
+from .pass_memory import pass_memory
+from .passes import FLOAT32, Weights, element_size, longest_passes, parameter_shapes, weights_of
+from .stand_in import WORKSPACE
+
+PROCESS = 595 * 2**20  # of torch, transformers and DeepSpeed, imported: resident on a CPU (Python 3.11, torch 2.13)
+
+MEASURED = ("activations", "loss", "backward", "graphs", "first_step", "heap", "host")  # in a pass
 
 
 @dataclass(frozen=True)
@@ -29,42 +34,67 @@ class MemoryEstimate:
     master_weights: int  # the optimizer's own, float32
     moments: int  # Adam's two, float32
     gradients: int  # that the ZeRO stage keeps, and permanent buffers for them
-    reduce_buckets: int  # buffers that reduce gradients over ranks, after the logits are freed
-    summed_gradients: int  # that autograd still sums up, less the activations that are freed by then
-    memories: int  # keys and values that each segment reads from the segment before
-    activations: int  # all else that autograd keeps
-    loss: int  # logits that exist at a time, with their gradients
+    reduce_buckets: int  # buffers that reduce gradients over ranks
+    activations: int  # what the layers made in the forward pass; memories are all of it under checkpointing
+    loss: int  # logits and what is computed from them, gradients of the head and of the last layer's outputs included
+    backward: int  # gradients, their float32 sums, and activations that checkpointing computes again
+    graphs: int  # that captured graphs hold, and the sums and buffers that they write to
+    first_step: int  # that is needed before all graphs are captured, beyond later steps
+    heap: int  # that a CPU's process does not return when tensors are freed
+    process: int  # a CPU's libraries, or the workspace of a GPU's products
     step: int  # the optimizer step's copies of the gradients; no pass is running then
-    host: int  # in the CPU's memory, if DeepSpeed offloads to it
-    hidden_gradients: int = 0  # of the last layer's outputs, which a folded model computes together with the loss
+    host: int  # in the CPU's memory, if DeepSpeed offloads to it, or checkpoints wait there
 
     @property
     def total(self) -> int:
         """The most bytes that the device holds at a time."""
         stays = self.weights + self.gathered_weights + self.master_weights + self.moments + self.gradients
-        in_pass = self.summed_gradients + self.memories + self.activations + self.hidden_gradients
-        in_pass += max(self.loss, self.reduce_buckets)
-        return stays + max(in_pass, self.step)
+        stays += self.graphs + self.first_step + self.heap + self.process
+        return stays + max(self.in_pass, self.step)
+
+    @property
+    def in_pass(self) -> int:
+        """The tensors of a pass."""
+        return self.activations + self.loss + self.backward + self.reduce_buckets
 
 
-def estimate(config: LlamaConfig, recipe: Recipe, deepspeed: dict[str, Any], ranks: int) -> MemoryEstimate:
+def estimate(
+    config: LlamaConfig,
+    recipe: Recipe,
+    deepspeed: dict[str, Any],
+    ranks: int,
+    device: str = "cuda",
+    captures: bool = True,
+) -> MemoryEstimate:
     """Returns the memory of a rank at the length that needs most; `deepspeed` is the content of its configuration file.
 
-    Raises `ValueError` if the recipe's batch does not divide by the number of ranks.
+    `captures`: a GPU has memory left for graphs. Raises `ValueError` if the recipe's batch does not divide by the
+    number of ranks.
     """
     accumulates = recipe.accumulation(ranks) > 1
     recipe = with_checkpoint_segments(config, recipe, ranks)
     weights, zero = weights_of(config, recipe), deepspeed["zero_optimization"]
     states = _kept_by_deepspeed(config, recipe, zero, ranks, weights, accumulates)
     states["weights"] += element_size(recipe) * _teacher_weights(config, recipe, weights)
+    states["process"] = PROCESS if device == "cpu" else WORKSPACE
+    frees_gradients = _frees_gradients(recipe, zero["stage"], accumulates)
     estimates = []
-    for a_pass in passes(config, recipe, ranks):
-        stage, buckets = zero["stage"], states["reduce_buckets"]
-        kept = kept_by_autograd(config, recipe, a_pass, stage)
-        freed_at_once = stage >= 2 or accumulates
-        summed = summed_gradients(config, recipe, a_pass, weights, freed_at_once, kept, buckets, stage)
-        estimates.append(MemoryEstimate(**states, **kept, summed_gradients=summed))
-    return max(estimates, key=lambda one: one.total)
+    for a_pass in longest_passes(config, recipe, ranks):
+        found = pass_memory(config, recipe, a_pass, device, zero["stage"], frees_gradients, captures)
+        for of_pass, buckets in zip(found, (0, states["reduce_buckets"]), strict=True):
+            parts = {name: of_pass.get(name, 0) for name in MEASURED}
+            parts["graphs"] += of_pass.get("captured", 0)
+            parts["host"] += states["host"]
+            estimates.append(MemoryEstimate(**(states | parts | {"reduce_buckets": buckets})))
+    return max(estimates, key=lambda one: (one.total, one.in_pass))
+
+
+def _frees_gradients(recipe: Recipe, stage: int, accumulates: bool) -> bool:
+    """Returns whether the gradient of a weight leaves the pass when it is complete.
+
+    ZeRO-2 waits for all gradients of a folded model (`training/gradient_order.py`).
+    """
+    return stage == 3 or (accumulates and stage < 2) or (stage == 2 and not recipe.model.has_segments)
 
 
 def _teacher_weights(config: LlamaConfig, recipe: Recipe, weights: Weights) -> int:
@@ -73,9 +103,7 @@ def _teacher_weights(config: LlamaConfig, recipe: Recipe, weights: Weights) -> i
         return 0
     if recipe.objective.teacher is not None:
         return sum(shape.numel() for shape in parameter_shapes(load_config(AutoConfig, recipe.objective.teacher)))
-    if recipe.lora is None:
-        return weights.num_trained
-    return weights.num_frozen if element_size(recipe) < FLOAT32 else 0  # each has its own bfloat16 copy
+    return weights.num_trained if recipe.lora is None else 0
 
 
 def _kept_by_deepspeed(

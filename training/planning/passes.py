@@ -9,10 +9,27 @@ from transformers import LlamaConfig
 from condense import CondenseConfig, CondenseForCausalLM
 
 from ..adapters import adapter_shapes, check_targets
+from ..distillation import Distillation
 from ..recipe import Recipe
 from ..recipe.models import stock_class
+from ..recipe.objectives import NextToken
 
 FLOAT32 = 4  # bytes
+PLANNED_KINDS = ("condense", "stock")  # of models
+
+
+def check_planned(recipe: Recipe) -> None:
+    """Raises `ValueError` for models and objectives whose memory is not estimated."""
+    objective = recipe.objective
+    unknown = None
+    if recipe.model.kind not in PLANNED_KINDS:
+        unknown = f"model.kind={recipe.model.kind!r}"
+    elif isinstance(objective, Distillation) and objective.hidden_weight:
+        unknown = f"objective.kind={objective.kind!r} with a hidden_weight"
+    elif not isinstance(objective, NextToken | Distillation):
+        unknown = f"objective.kind={objective.kind!r}"
+    if unknown is not None:
+        raise ValueError(f"the memory of {unknown} is not estimated: start the run to see it.")
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,16 @@ def passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
         tokens = recipe.curriculum.tokens_per_step // ranks
         return [Pass(tokens // (number * length), [length] * number) for number in recipe.curriculum.lengths]
     return [Pass(recipe.micro_batch, segments_of(stage.total_length, length)) for stage in recipe.stages or ()]
+
+
+def longest_passes(config: LlamaConfig, recipe: Recipe, ranks: int) -> list[Pass]:
+    """Returns the passes that may need most memory: the longest stage, or of a curriculum the first length, which has
+    most rows, the last, and the one with most tokens."""
+    found = passes(config, recipe, ranks)
+    most = max(found, key=lambda each: each.tokens)
+    if not recipe.curriculum:
+        return [most]
+    return [one for number, one in enumerate(found) if number in (0, len(found) - 1) or one is most]
 
 
 def segments_of(total_length: int, length: int | None) -> list[int]:

@@ -17,10 +17,8 @@ class Stack:
     memories: int  # members with keys and values in the next segment
     evaluations: int = 0  # of the block's field for each token; 0 without a block
     width: int = 0  # of an MLP field; 0 without one
-    kept: int = 0  # evaluations whose activations wait for the backward pass
     is_adjoint: bool = False
     shared: int = 0  # members with the same keys and values in this segment, if the memory passes a gradient
-    blended: int = 0  # members whose memory is a mean of their input and output
 
     def projected(self, is_detached: bool) -> int:
         """Returns the number of members that compute keys and values only for the next segment."""
@@ -31,18 +29,16 @@ def stack_of(config: LlamaConfig) -> Stack:
     """Counts a configuration's stack. Raises `ValueError` for a block whose evaluations depend on the text."""
     num_layers, found = config.num_hidden_layers, find_block(config)
     shares = list(getattr(config, "memory_shares", ()))
-    blended = sum(0 < share < 1 for share in shares)
     if found is None:
-        return Stack(num_layers, num_layers, shared=shares.count(0), blended=blended)
+        return Stack(num_layers, num_layers, shared=shares.count(0))
     block, settings = found
     position, evaluations, width, is_adjoint = block.cost(settings)
-    own = shares.pop(position) if shares else 1
+    if shares:
+        del shares[position]
     others, shared = num_layers - 1, shares.count(0)
     if not width:
-        return Stack(others + evaluations, num_layers, evaluations, kept=evaluations, shared=shared, blended=blended)
-    blended -= 0 < own < 1  # such a block has no memory
-    kept = 0 if is_adjoint else evaluations
-    return Stack(others, others, evaluations, width, kept, is_adjoint, shared, blended)
+        return Stack(others + evaluations, num_layers, evaluations, shared=shared)
+    return Stack(others, others, evaluations, width, is_adjoint, shared)  # such a block has no memory
 
 
 def repeated_weights(config: LlamaConfig, stack: Stack) -> float:

@@ -7,10 +7,9 @@ import torch
 
 from ..recipe import Recipe
 from ..recipe.objectives import NextToken
-from .activations import KEPT_BY_KIND
 from .devices import peak_flops
 from .operations import text_flops
-from .passes import weights_of
+from .passes import PLANNED_KINDS, weights_of
 
 
 def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | None:
@@ -19,7 +18,7 @@ def seconds_at_peak(recipe: Recipe, config: Any) -> Callable[[int], float] | Non
     MFU is this time divided by the time taken. Returns None on a CPU, in float32, for unknown GPUs and kinds of models,
     for a depth block with an adaptive solver, and for objectives with passes of their own.
     """
-    is_counted = isinstance(recipe.objective, NextToken) and recipe.model.kind in KEPT_BY_KIND
+    is_counted = isinstance(recipe.objective, NextToken) and recipe.model.kind in PLANNED_KINDS
     if not is_counted or recipe.dtype != "bfloat16" or not torch.cuda.is_available():
         return None
     peak = peak_flops(torch.cuda.get_device_name())

@@ -13,7 +13,7 @@ PLAIN = {"zero_optimization": {"stage": 0}}
 def recipe(total_length, rows=2, dtype="bfloat16", attention="sdpa", checkpointing=False, kind="condense", **fields):
     """A recipe on text; `segment_length` and the other `keys` are those of its model."""
     fields = {"global_batch": rows, "stages": [{"total_length": total_length, "steps": 100}]} | fields
-    keys = ("segment_length", "bptt_segments", "schedule", "checkpoint_segments")
+    keys = ("segment_length", "bptt_segments", "schedule", "checkpoint_segments", "offload_memories")
     model = {name: fields.pop(name) for name in keys if name in fields}
     if kind == "condense":
         model.setdefault("checkpoint_segments", 1)

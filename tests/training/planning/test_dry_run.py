@@ -11,7 +11,7 @@ from condense.cli import app
 from condense.training.data.tasks import make_examples
 from condense.training.launch import CPU_CONFIG, CPU_RANKS
 from condense.training.planning.dry_run import dry_run, memory_by_ranks, table, waves_in_words
-from condense.training.planning.fit import GIB, wave_bytes
+from condense.training.planning.fit import GIB
 from condense.training.planning.memory import estimate
 from condense.training.prepare import prepare
 from condense.training.recipe import load_recipe
@@ -30,13 +30,14 @@ def test_the_table_says_where_a_batch_does_not_divide():
     assert f"{rows[0]['total'] / GIB:.2f}" in text[1]
 
 
-def test_a_row_counts_what_waves_need():
-    config = CondenseConfig(**SMALL, segment_length=32)
-    trained = recipe(512, 2, segment_length=32, schedule="wavefront")
+def test_a_row_says_what_a_run_without_graphs_needs():
+    config, trained = CondenseConfig(**SMALL, segment_length=32), recipe(256, 2, segment_length=32)
     (row,) = memory_by_ranks(config, trained, PLAIN, [1])
-    parts = estimate(config, trained, PLAIN, 1)
-    assert row["waves"] == wave_bytes(config, trained, parts) > 0 and row["total"] == parts.total + row["waves"]
-    assert "waves" in table([row])
+    least = estimate(config, trained, PLAIN, 1, captures=False)
+    assert row["graphs"] > 0 == least.graphs and row["without_graphs"] == least.total < row["total"]
+    assert "without graphs" in table([row])
+    (on_cpu,) = memory_by_ranks(config, trained, PLAIN, [1], "cpu")
+    assert on_cpu["graphs"] == 0 and "without_graphs" not in on_cpu
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,8 @@ def test_the_command_proposes_overrides(plan):
 
 
 def test_a_plan_says_which_groups_are_checkpointed(plan):
-    options = "gradient_checkpointing=true", "model.checkpoint_segments=auto", "model.segment_length=8"
+    options = ["gradient_checkpointing=true", "model.checkpoint_segments=auto", "model.segment_length=8"]
+    options += ["stages.0.total_length=512"]
     printed, figures = plan(*options)
     groups = figures["plan"]["checkpoint_segments"]
     assert groups > 1 and f"gradient checkpointing by groups of {groups} segments" in printed

@@ -5,13 +5,14 @@ from transformers import LlamaConfig
 
 from condense import CondenseConfig
 from condense.training.deepspeed_file import deepspeed_settings
-from condense.training.planning.fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves, wave_bytes
+from condense.training.planning.fit import GIB, UNCOUNTED, default_ranks, propose, reasons_without_waves
 from condense.training.planning.memory import estimate
 from condense.training.recipe import Recipe, load_recipe
 
 from .shapes import LLAMA_1B, LLAMA_3B, PLAIN, SMALL, recipe
 
-LARGE = {"passkey_pretrain_1b": 4, "passkey_finetune_1b": 1, "summarize_pretrain_3b": 2, "summarize_finetune_a": 2}
+# Kernels keep less than plain operations did, for which the recipes were written.
+LARGE = {"passkey_pretrain_1b": 8, "passkey_finetune_1b": 2, "summarize_pretrain_3b": 2, "summarize_finetune_a": 4}
 LARGE |= {"summarize_finetune_b": 2, "summarize_llama_baseline": 4}
 
 
@@ -21,10 +22,10 @@ def config_of(large: Recipe) -> LlamaConfig:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_recipes_have_the_micro_batch_that_fills_80_gib_on_8_gpus(name):
+def test_large_recipes_have_a_micro_batch_that_fits_into_80_gib_on_8_gpus(name):
     large = load_recipe(name)
     without, _ = propose(config_of(large), large, deepspeed_settings(large), 8, 80)
-    assert without["micro_batch"] == large.micro_batch == LARGE[name] and not large.gradient_checkpointing
+    assert without["micro_batch"] == LARGE[name] >= large.micro_batch and not large.gradient_checkpointing
     assert set(without["without_waves"].values()) == {None} or not large.model.has_segments
 
 
@@ -35,8 +36,7 @@ def test_the_largest_that_fits_and_divides():
 
     def needs(rows, checkpointing):
         tried = recipe(256, rows, segment_length=32, global_batch=12, checkpointing=checkpointing)
-        parts = estimate(config, tried, PLAIN, 2)
-        return parts.total + UNCOUNTED + (0 if checkpointing else wave_bytes(config, tried, parts))
+        return estimate(config, tried, PLAIN, 2, captures=False).total + UNCOUNTED
 
     for rows in (6, 3, 2, 1):
         for memory in (needs(rows, False), needs(rows, False) - 1):

@@ -60,6 +60,8 @@ class Call:
         config, cache, use_cache = model.config, given["cache"], given["use_cache"]
         config.check(len(model.layers))  # fields may have been set since the last call
         check_shares(config, model.layers_in_use)
+        if (mask := given["attention_mask"]) is not None:
+            given = {**given, "attention_mask": mask.cpu()}  # the only wait for a mask that lies on the device
         inputs = check_input(config, given, labels, logits_to_keep)
         check_activated_lora(model)
         is_exporting = torch.compiler.is_exporting()

@@ -77,7 +77,10 @@ def check_attention(name: str) -> None:
 
 
 def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=None) -> torch.Tensor:
-    """Returns the tokens, [B, N] or [B, N, D]; raises `ValueError` if arguments of `forward` do not fit together."""
+    """Returns the tokens, [B, N] or [B, N, D]; raises `ValueError` if arguments of `forward` do not fit together.
+
+    The mask is on the host.
+    """
     tokens = _check_tokens(config, given.get("input_ids"), given.get("inputs_embeds"))
     cache, attention_mask = given.get("cache"), given.get("attention_mask")
     shape = (tokens.shape[0], tokens.shape[1])
@@ -198,8 +201,7 @@ def _check_mask(attention_mask: torch.Tensor, shape: tuple[int, int], cache: Fol
             f"{num_columns} columns of the texts so far: pass 1 for every token and 0 for padding."
         )
     if attention_mask.dtype != torch.bool:
-        values = attention_mask.cpu()
-        wrong = values[(values != 0) & (values != 1)]
+        wrong = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
         if len(wrong):
             raise ValueError(
                 f"attention_mask has the value {wrong[0].item()}: pass 1 for every token and 0 for padding. For "

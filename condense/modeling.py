@@ -251,9 +251,10 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         """Reads N further tokens of each row.
 
         input_ids [B, N], or inputs_embeds [B, N, D]. attention_mask [B, N] or [B, columns seen + N]: 0 at padding, on
-        either side; padding never shifts a row's segments. A column of padding after a row's last token has that
-        token's logits. position_ids [B, N]: each 0 within a row begins another document, which is read as a text of its
-        own. Otherwise they must be consecutive, and have no effect, because attention depends only on differences.
+        either side; padding never shifts a row's segments. The host reads it, without waiting if it lies there. A
+        column of padding after a row's last token has that token's logits. position_ids [B, N]: each 0 within a row
+        begins another document, which is read as a text of its own. Otherwise they must be consecutive, and have no
+        effect, because attention depends only on differences.
         durations [B, N], floating point, not negative: the length of each token on the position axis, which is also its
         weight in attention; 1.0, the default, is an ordinary token.
 

@@ -46,14 +46,19 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every or state.global_step >= state.max_steps:
             return
-        received = torch.tensor(self.received, device=args.device)
-        if dist.is_initialized():
-            dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        anyone = int(received)
-        if anyone:  # later signals count at the next agreement
-            self.received = anyone
+        if received := self._received_by_any(args.device):  # later signals count at the next agreement
+            self.received = received
             self.stopped = True
             control.should_log = control.should_save = control.should_training_stop = True
+
+    def _received_by_any(self, device: torch.device) -> int:
+        """Returns a signal that any rank has received, or 0. A process alone does not wait for its device; ranks have
+        just done so, for DeepSpeed's gradient norm."""
+        if not dist.is_initialized():
+            return self.received
+        received = torch.tensor(self.received, device=device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        return int(received)
 
     def on_train_end(self, args, state, control, **kwargs):
         for number, handler in self._before.items():

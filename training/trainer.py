@@ -8,7 +8,6 @@ import resource
 import time
 from collections import defaultdict
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import Trainer, TrainerControl
 
 from condense.host_copy import HostCopy
 from condense.progress import ProgressBar
+from condense.segmentation import on_device
 
 from .allocator import cuda_memory
 from .answer_accuracy import num_right
@@ -36,6 +36,8 @@ class SegmentLosses:
         self.sums_2S = torch.zeros(2, 0, dtype=torch.float64, device=device)
 
     def add(self, losses_S: torch.Tensor, targets_S: torch.Tensor) -> None:
+        if targets_S.device != losses_S.device:  # counted on the host
+            targets_S = on_device(targets_S, losses_S.device)
         own_2S = torch.stack([losses_S.to(self.sums_2S), targets_S.to(self.sums_2S)])
         longest = max(self.sums_2S.shape[1], own_2S.shape[1])
         self.sums_2S = _extended(self.sums_2S, longest) + _extended(own_2S, longest)
@@ -92,10 +94,12 @@ def peak_memory() -> dict[str, int]:
     return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def text_lengths(inputs: dict[str, torch.Tensor]) -> list[int]:
-    """Returns the tokens of each row, without padding."""
-    mask, (rows, length) = inputs.get("attention_mask"), inputs["input_ids"].shape
-    return [length] * rows if mask is None else mask.sum(dim=1).tolist()
+def with_lengths(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the one item, a whole micro-batch, with the `lengths` of its rows: no tensor, so they stay on the host
+    when accelerate moves the batch."""
+    (batch,) = items
+    mask, (rows, length) = batch.get("attention_mask"), batch["input_ids"].shape
+    return batch | {"lengths": [length] * rows if mask is None else mask.sum(dim=1).tolist()}
 
 
 def over_ranks(values: list[float], device: torch.device) -> list[float]:
@@ -120,7 +124,7 @@ class RecipeTrainer(Trainer):
     loss_is_scaled_for_ga = True  # the objective divides by the targets of all micro-batches
 
     def __init__(self, recipe: Recipe, validation: ValidationBatches | None, **kwargs):
-        super().__init__(data_collator=itemgetter(0), **kwargs)  # a data set item is a whole micro-batch
+        super().__init__(data_collator=with_lengths, **kwargs)
         self.model_accepts_loss_kwargs = True  # Trainer then counts targets for the objective
         self.objective, self.by_segment = recipe.objective, recipe.model.has_segments
         self.validation, self.max_skipped_steps = validation, recipe.max_skipped_steps
@@ -149,7 +153,10 @@ class RecipeTrainer(Trainer):
         """Returns the objective's loss; one that is not finite ends the run before the optimizer moves."""
         assert not return_outputs and num_items_in_batch is not None
         self.names.append(inputs.pop("name"))
-        lengths = text_lengths(inputs)
+        lengths = inputs.pop("lengths")
+        if "attention_mask" in inputs:  # read back from the device, it would wait for the last backward pass
+            columns_N = torch.arange(inputs["input_ids"].shape[1])
+            inputs["attention_mask"] = columns_N < torch.tensor(lengths)[:, None]  # padding is on the right
         self.window_tokens += sum(lengths)
         self.window_at_peak += sum(map(self.seconds_at_peak, lengths))
         losses = self.objective.losses(model, inputs, num_items_in_batch)

@@ -153,10 +153,10 @@ class WrapperForCausalLM(PreTrainedModel, OwnCacheGenerationMixin):
 
 
 def real_tokens(input_ids_BN: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """Returns [B, N], false at padding."""
+    """Returns [B, N] on the device of the tokens, false at padding."""
     if attention_mask is None:
         return torch.ones_like(input_ids_BN, dtype=torch.bool)
-    return attention_mask[:, -input_ids_BN.shape[1] :].bool()
+    return attention_mask[:, -input_ids_BN.shape[1] :].to(input_ids_BN.device, torch.bool)
 
 
 def positions_of(input_ids_BN: torch.Tensor, attention_mask: torch.Tensor | None, seen: int = 0) -> torch.Tensor:
@@ -164,7 +164,7 @@ def positions_of(input_ids_BN: torch.Tensor, attention_mask: torch.Tensor | None
     num_columns = input_ids_BN.shape[1]
     if attention_mask is None:
         return torch.arange(seen, seen + num_columns, device=input_ids_BN.device).expand(input_ids_BN.shape)
-    return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)[:, -num_columns:]
+    return (attention_mask.to(input_ids_BN.device).long().cumsum(dim=1) - 1).clamp(min=0)[:, -num_columns:]
 
 
 class SegmentSums:

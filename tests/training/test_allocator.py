@@ -13,7 +13,7 @@ from condense.training.planning.operations import count_operations
 from condense.training.planning.speed import parse_rate
 from condense.training.planning.utilization import seconds_at_peak
 from condense.training.recipe import load_recipe
-from condense.training.trainer import peak_memory, text_lengths
+from condense.training.trainer import peak_memory
 
 from .ranks import run_ranks
 from .runs import folded_recipe, log_lines, train_with
@@ -159,10 +159,3 @@ def test_one_rank_of_two_without_memory_ends_the_run(path, tmp_path):
     assert not succeeded and "OutOfMemoryError" not in printed  # rank 0 may report that rank 1 has left
     assert "train, rank 1: the GPU's memory is full (CUDA out of memory): set gradient_checkpointing=true" in printed
     assert [file.name for file in tmp_path.glob("oom-*")] == ["oom-rank-1.pickle"]
-
-
-def test_lengths_without_padding():
-    ids = torch.zeros(2, 5, dtype=torch.long)
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    assert text_lengths({"input_ids": ids, "attention_mask": mask}) == [3, 5]
-    assert text_lengths({"input_ids": ids}) == [5, 5]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 import condense.cli
@@ -87,6 +88,15 @@ def test_where_a_run_may_stop():
         stop.on_step_end(TrainingArguments(use_cpu=True), TrainerState(global_step=step, max_steps=10), control)
         steps += [step] if control.should_training_stop else []
     assert steps == [5]
+
+
+def test_a_process_alone_does_not_ask_its_device():
+    """torch's meta device holds no numbers; on a GPU, the host would wait for the step's last kernel."""
+    stop, arguments, control = StopOnSignal([]), TrainingArguments(use_cpu=True), TrainerControl()
+    arguments._setup_devices = torch.device("meta")
+    stop.received = signal.SIGUSR1
+    stop.on_step_end(arguments, TrainerState(global_step=1, max_steps=2), control)
+    assert arguments.device.type == "meta" and control.should_training_stop
 
 
 def test_a_signal_that_arrives_while_ranks_agree_stops_after_the_next_step(monkeypatch):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig, Gran
 
 from condense import to_stock
 from condense.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
+from condense.autoregressivity.wrapper import positions_of, real_tokens
 from condense.loading import load_model
 
 from ...conftest import ROOT
@@ -167,6 +168,11 @@ def test_an_expert_reads_only_when_its_turn_comes(models):
     for handle in handles:
         handle.remove()
     assert calls == [(0, 3), (0, 1), (1, 5), (1, 1), (1, 1), (1, 1), (2, 9), (2, 1)]
+
+
+def test_a_mask_on_the_host_counts_tokens_on_their_device():
+    _, ids, mask = padded_batch([3, 7, 4], "left")
+    assert real_tokens(ids.to("meta"), mask).is_meta and positions_of(ids.to("meta"), mask).is_meta
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from condense import FoldedCache, modeling
 from condense.host_copy import HostCopy
 
-from ..models import gradients, random_ids, tiny_model, torch_checkpoint
+from ..models import gradients, padded_batch, random_ids, tiny_model, torch_checkpoint
 from .recording import recorded_graphs
 
 
@@ -89,6 +89,21 @@ def test_labels_are_read_back_after_layers_are_launched(schedule, monkeypatch):
     gradients(model, ids)
     assert order.index("read") == (5 if schedule == "graph" else 1)  # chunks whose last layer was launched
     assert order.count("read") == 1
+
+
+def test_a_mask_on_the_host_is_not_moved():
+    model, ids, mask = on_meta().train(), *padded_batch([7, 18, 12], "right")[1:]
+    model(ids.to("meta"), attention_mask=mask, labels=ids).loss.backward()
+
+
+@torch.no_grad()
+def test_a_mask_is_read_once(monkeypatch):
+    """A copy of it, or of a part, would fail: the mask on the device has no numbers except for its one reader."""
+    model, ids, mask = tiny_model(), *padded_batch([7, 18, 12], "right")[1:]
+    expected = model(ids, attention_mask=mask).logits
+    on_device, cpu = mask.to("meta"), torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda one: mask if one is on_device else cpu(one))
+    assert torch.equal(model(ids, attention_mask=on_device).logits, expected)
 
 
 @torch.no_grad()

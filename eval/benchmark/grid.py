@@ -14,7 +14,7 @@ from ..runner import Task, run
 from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase, device_and_dtype
 from .memory import PeakMemory, memory_of
 from .options import ProfileOptions
-from .process import ForkServer, ProcessKilledError
+from .process import ProcessKilledError, call
 from .sources import ProfiledModel, build
 from .tables import MODE_NAMES, label, workload
 
@@ -111,15 +111,19 @@ def key_of(case: BenchmarkCase) -> dict[str, Any]:
 
 
 class GridTask(Task[BenchmarkCase]):
-    """Measures cases alike, each in its own process. `shown_by` is a module with `tables` and `draw`."""
+    """Measures cases alike by `figures`, each in its own process. `shown_by` is a module with `tables` and `draw`."""
 
     unit = "case"
     shown_by: ClassVar[Any]
 
     def __init__(
-        self, cases: Sequence[BenchmarkCase], environment: Environment, processes: ForkServer, more: dict[str, Any]
+        self,
+        cases: Sequence[BenchmarkCase],
+        environment: Environment,
+        figures: Callable[[BenchmarkCase, Environment], dict[str, Any]],
+        more: dict[str, Any],
     ):
-        self.cases, self.environment, self.processes, self.more = cases, environment, processes, more
+        self.cases, self.environment, self.figures, self.more = cases, environment, figures, more
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings without the models. They are in the keys, so a later start may add some."""
@@ -138,7 +142,7 @@ class GridTask(Task[BenchmarkCase]):
     def measure(self, item: BenchmarkCase) -> dict[str, Any]:
         """Returns the figures of a case. If the system kills the process, the result is out of memory."""
         try:
-            return self.processes.call(item, self.environment)
+            return call(self.figures, item, self.environment)
         except ProcessKilledError:
             return {"out_of_memory": True, "parameters": None}
 
@@ -176,8 +180,7 @@ def run_grid(
     **more_settings: Any,
 ) -> dict[str, Any]:
     """Runs the task with `measure` in child processes: see `condense.eval.runner.run`."""
-    with ForkServer(measure) as processes:
-        return run(task(cases, environment, processes, more_settings), output)
+    return run(task(cases, environment, measure, more_settings), output)
 
 
 def prepare(case: BenchmarkCase, environment: Environment) -> tuple[Any, PeakMemory, str, str]:

@@ -1,23 +1,23 @@
 """Fixtures of the benchmark's tests."""
 
-from contextlib import ExitStack, nullcontext
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from condense.eval.benchmark import grid
-from condense.eval.benchmark.process import ForkServer
 
 
 @pytest.fixture(scope="module")
-def one_server():
-    """Lets the grids of a module of tests share one server, because its imports take seconds."""
-    servers: dict[object, ForkServer] = {}
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+def forked_cases():
+    """Forks the processes of cases from one that has imported the libraries, because the imports take seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["condense.eval.benchmark.profile"])
 
-        def shared(function):
-            if function not in servers:
-                servers[function] = stack.enter_context(ForkServer(function))
-            return nullcontext(servers[function])
+    def call(function, *arguments):
+        with ProcessPoolExecutor(1, context) as own:
+            return own.submit(function, *arguments).result()
 
-        patch.setattr(grid, "ForkServer", shared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "call", call)
         yield

@@ -14,7 +14,7 @@ from condense.eval.report import write_report
 from ..measuring import command
 
 pytestmark = [
-    pytest.mark.usefixtures("one_server"),
+    pytest.mark.usefixtures("forked_cases"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="sizes are of float32 on a CPU"),
     pytest.mark.process,
 ]
@@ -23,7 +23,7 @@ KINDS = ("folded", "stock")
 
 
 @pytest.fixture(scope="module")
-def output(llama, one_server, tmp_path_factory):
+def output(llama, forked_cases, tmp_path_factory):
     output = tmp_path_factory.mktemp("modules")
     arguments = ["--segment-length", 64, "--lengths", TOKENS, "--optimizer", "off,on", "--output", output]
     shown = command("profile", "--modules", "--config", llama, *arguments)

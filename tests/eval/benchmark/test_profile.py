@@ -7,19 +7,20 @@ import torch
 from transformers import Gemma3Config, GPTNeoXConfig, LlamaConfig, MambaConfig
 
 from condense import CondenseConfig, CondenseForCausalLM
+from condense.eval.benchmark import grid, process
 from condense.eval.benchmark.cases import BenchmarkCase, ModelVariant
 from condense.eval.benchmark.grid import Environment
 from condense.eval.benchmark.models import TABLE_1_PARAMETERS
 from condense.eval.benchmark.options import ProfileOptions
-from condense.eval.benchmark.process import ForkServer, ProcessKilledError
-from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, Profile, profile, utilization
+from condense.eval.benchmark.process import ProcessKilledError
+from condense.eval.benchmark.profile import NEW_TOKENS, WARM_UP_TOKENS, Profile, measure, profile, utilization
 from condense.eval.benchmark.profile_tables import tables
 from condense.eval.benchmark.sources import build, read_models
 
 from ...pictures import is_drawn
 from ..measuring import command, stop_within
 
-pytestmark = [pytest.mark.usefixtures("one_server"), pytest.mark.process]
+pytestmark = [pytest.mark.usefixtures("forked_cases"), pytest.mark.process]
 SHAPE = {
     "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -27,7 +28,7 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def results(llama, one_server, tmp_path_factory):
+def results(llama, forked_cases, tmp_path_factory):
     output = tmp_path_factory.mktemp("profile")
     arguments = ["--segment-length", 64, "--lengths", 512, "--repeats", 2, "--optimizer", "off,on"]
     arguments += ["--modes", "training,decoding", "--kinds", "folded,stock", "--output", output]
@@ -65,7 +66,7 @@ def test_tables_are_printed_and_curves_drawn(results):
 def test_a_stopped_profile_resumes(llama, results, noted):
     before, _, output = results
     stop_within(output / "profile.records.jsonl", -1, 50)
-    measured = noted(ForkServer, "call")
+    measured = noted(grid, "call")
     chosen = {"modes": ["training", "decoding"], "lengths": [512], "segments": [64], "optimizer": [False, True]}
     again = profile(output, ProfileOptions(configs=[str(llama)], repeats=2, **chosen))
     assert len(measured) == 1
@@ -83,14 +84,14 @@ def test_the_peer_has_a_bounded_state_too(llama, tmp_path):
 @pytest.mark.usefixtures("without_pictures")
 def test_out_of_memory_is_a_result(monkeypatch, tmp_path, llama):
     """The system kills the processes of the stock model."""
-    real = ForkServer.call
+    real = grid.call
 
-    def call(self, case, environment):
+    def call(function, case, environment):
         if case.kind == "stock":
             raise ProcessKilledError
-        return real(self, case, environment)
+        return real(function, case, environment)
 
-    monkeypatch.setattr(ForkServer, "call", call)
+    monkeypatch.setattr(grid, "call", call)
     options = ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[64, 128], segments=[64], repeats=1)
     measured = profile(tmp_path, options)
     folded = measured["points"][::2]
@@ -125,14 +126,14 @@ def test_table_1_is_written_where_the_system_kills_a_point(monkeypatch, tmp_path
     """A killed process tells nothing of its model. A start that resumes writes the files too."""
     called = []
 
-    def call(self, case, environment):
+    def call(function, case, environment):
         called.append(case)
         if case.kind == "stock":
             raise ProcessKilledError
         figures = {"parameters": TABLE_1_PARAMETERS, "out_of_memory": False, "peak_bytes": 2, "before_bytes": 1}
         return figures | SECONDS | {"memory_is": "peak"}
 
-    monkeypatch.setattr(ForkServer, "call", call)
+    monkeypatch.setattr(grid, "call", call)
     options = ProfileOptions(preset="table1", lengths=[8192], batches=[1], segments=[256], attentions=["eager"])
     for _ in range(2):
         measured = profile(tmp_path, options)
@@ -158,7 +159,8 @@ def test_mistakes_are_named(llama, tmp_path, options, words):
         profile(tmp_path, ProfileOptions(configs=[str(llama)], **{"lengths": [64], **options}))
 
 
-def test_a_failing_case_says_why(llama, tmp_path):
+def test_a_failing_case_says_why(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(grid, "call", process.call)
     with pytest.raises(RuntimeError, match="segment_length=0"):
         profile(tmp_path, ProfileOptions(configs=[str(llama)], modes=["prefill"], lengths=[128], segments=[0]))
     with pytest.raises(ValueError, match="^nothing to profile: pass either --preset"):
@@ -168,7 +170,7 @@ def test_a_failing_case_says_why(llama, tmp_path):
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_the_states_of_the_optimizer_are_measured(one_server, llama, tmp_path):
+def test_the_states_of_the_optimizer_are_measured(forked_cases, llama, tmp_path):
     """Parameters of 64 MiB and more, of which AdamW keeps two moments."""
     options = ProfileOptions(
         configs=[str(llama)], kinds=["folded"], modes=["training"], lengths=[64], segments=[64], repeats=1,
@@ -181,7 +183,7 @@ def test_the_states_of_the_optimizer_are_measured(one_server, llama, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU other schedules are chosen")
 @pytest.mark.usefixtures("without_pictures")
-def test_the_first_call_moves_the_weights_and_later_ones_do_not(one_server, tmp_path):
+def test_the_first_call_moves_the_weights_and_later_ones_do_not(forked_cases, tmp_path):
     """A wavefront stacks the weights of all layers once: 48 MiB beside themselves, which later calls do not need."""
     size = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 4}
     LlamaConfig(vocab_size=100, num_key_value_heads=4, **size).save_pretrained(tmp_path / "deep")
@@ -225,7 +227,7 @@ def test_a_case_in_words(llama):
     case = BenchmarkCase(
         kind="folded", mode="training", length=2048, segment_length=64, attention="auto", model="llama"
     )
-    task = Profile([case], Environment(models, "auto", 1), None, {})
+    task = Profile([case], Environment(models, "auto", 1), measure, {})
     assert task.in_words(case) == "folded, segment 64, 2,048 tokens, training step, batch 1, attention auto"
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from condense.attention import IMPLEMENTATIONS, dispatch
+from condense.eval.benchmark import grid
 from condense.eval.benchmark import schedules as module
 from condense.eval.benchmark.cases import BenchmarkCase
 from condense.eval.benchmark.options import ProfileOptions
-from condense.eval.benchmark.process import ForkServer, ProcessKilledError
+from condense.eval.benchmark.process import ProcessKilledError
 from condense.eval.benchmark.schedule_tables import tables
 from condense.eval.benchmark.sources import build, read_models
 from condense.eval.benchmark.workloads import WHOLE_TEXT_WORKLOADS, random_ids
@@ -25,11 +26,11 @@ from ..measuring import command, stop_within
 # Of two layers a wavefront saves one launch for each segment after the first: 5 segments are too few for it, 20 enough.
 ARGUMENTS = ["--modes", "training", "--lengths", "100,400", "--segment-length", 20, "--repeats", 3]
 
-pytestmark = [pytest.mark.usefixtures("one_server"), pytest.mark.process]
+pytestmark = [pytest.mark.usefixtures("forked_cases"), pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
-def measured(llama, one_server, tmp_path_factory):
+def measured(llama, forked_cases, tmp_path_factory):
     output = tmp_path_factory.mktemp("schedules")
     shown = command("profile", "--schedules", "--config", llama, *ARGUMENTS, "--output", output)
     return json.loads((output / "schedules.json").read_text()), shown, output
@@ -151,7 +152,7 @@ def test_blocked_attention_is_left_out_where_a_model_drops_out(llama):
 def test_a_stopped_measurement_resumes(llama, measured, noted):
     before, _, output = measured
     stop_within(output / "schedules.records.jsonl", -1, 50)
-    called = noted(ForkServer, "call")
+    called = noted(grid, "call")
     options = ProfileOptions(configs=[str(llama)], modes=["training"], lengths=[100, 400], segments=[20])
     again = module.schedules(output, options)
     assert len(called) == 1
@@ -162,10 +163,10 @@ def test_a_stopped_measurement_resumes(llama, measured, noted):
 
 @pytest.mark.usefixtures("without_pictures")
 def test_out_of_memory_is_a_result(llama, tmp_path, monkeypatch):
-    def killed(self, *given):
+    def killed(*given):
         raise ProcessKilledError
 
-    monkeypatch.setattr(ForkServer, "call", killed)
+    monkeypatch.setattr(grid, "call", killed)
     options = ProfileOptions(configs=[str(llama)], lengths=[100], segments=[20], batches=[1, 2])
     (table,) = tables(module.schedules(tmp_path, options))
     assert [row[4] for row in table.rows] == ["OOM"] * 4 and "in 0 of 0 points" in table.title

@@ -4,7 +4,6 @@ Axes: B rows of a batch, N columns of an input, D hidden size, n real tokens of 
 """
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -51,14 +50,6 @@ def check_attention_name(name: str) -> None:
     check_choice("attn_implementation", name, ATTENTION_IMPLEMENTATIONS)
 
 
-def has_flash_cute() -> bool:
-    """Returns whether FlashAttention-4 is installed, which FlexAttention's backend FLASH needs."""
-    try:
-        return find_spec("flash_attn.cute") is not None
-    except ModuleNotFoundError:  # no flash-attn at all
-        return False
-
-
 def check_attention(name: str) -> None:
     """Raises `ValueError` for an implementation of attention that does not exist or is not installed."""
     check_attention_name(name)
@@ -69,11 +60,6 @@ def check_attention(name: str) -> None:
         )
     if name == "varlen" and not torch.cuda.is_available():
         raise ValueError("attn_implementation='varlen' needs a CUDA GPU, and there is none: choose sdpa.")
-    if name == "flex_fa4" and not (torch.cuda.is_available() and has_flash_cute()):
-        raise ValueError(
-            "attn_implementation='flex_fa4' needs a CUDA GPU and FlashAttention-4 (the module flash_attn.cute): "
-            "install it, or choose flex_attention or sdpa."
-        )
 
 
 def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from .remote_code import RemoteCodeConfig
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront", "graph")
 POSITION_ANCHORS = ("end", "start")
-OWN_ATTENTION = ("auto", "blocked", "varlen", "flex_fa4")
+OWN_ATTENTION = ("auto", "blocked", "varlen")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",

@@ -230,9 +230,7 @@ NUMBER = Spelling(number, _short)
 NUMBER_OR_ALL = Spelling(number_or_all, lambda number: "all" if number is None else _short(number))
 
 DTYPE_HELP = "float32, bfloat16, float16, or auto: as stored."
-ATTENTION_HELP = (
-    "sdpa, eager, flash_attention_2, flex_attention, flex_fa4, varlen or blocked; auto: see docs/performance.md."
-)
+ATTENTION_HELP = "sdpa, eager, flash_attention_2, flex_attention, varlen or blocked; auto: see docs/performance.md."
 
 Models = Annotated[
     Sequence[str],

@@ -8,13 +8,12 @@ Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimens
 """
 
 import torch
-from transformers.utils import is_flash_attn_2_available
 
 from ..transforms import is_in_torch_func
 from .blocked import blocked_attention
 from .eager import eager_attention
 from .flash import flash_attention
-from .flex import flex_attention, flex_fa4_attention
+from .flex import flex_attention
 from .mask import AttentionMask
 from .sdpa import sdpa_attention
 from .varlen import varlen_attention
@@ -23,7 +22,6 @@ IMPLEMENTATIONS = {
     "eager": eager_attention,
     "sdpa": sdpa_attention,
     "flex_attention": flex_attention,
-    "flex_fa4": flex_fa4_attention,
     "flash_attention_2": flash_attention,
     "blocked": blocked_attention,
     "varlen": varlen_attention,
@@ -36,16 +34,11 @@ BLOCKED_MATRIX = 16 * 2**20
 CPU_MULTIPLIES_BFLOAT16 = any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16"))
 
 
-def choose_attention(query_RHTE, key_RGKE, mask: AttentionMask, dropout: float) -> str:
-    """Returns the implementation that "auto" stands for: measured on CPUs (docs/results/attention), estimated on CUDA.
+def choose_attention(query_RHTE, key_RGKE, dropout: float) -> str:
+    """Returns the implementation that "auto" stands for: sdpa, except where blocks were measured to be faster.
 
-    On CUDA, sdpa uses its flash kernel unless it needs a mask or a bias. The flash-attn package, if installed, needs
-    neither. The number of rows does not matter: a row gets the same implementation in a batch as on its own.
+    The number of rows does not matter: a row gets the same implementation in a batch as on its own.
     """
-    if query_RHTE.is_cuda:
-        half = query_RHTE.dtype in (torch.bfloat16, torch.float16)
-        masked = query_RHTE.shape[2] > 1 and not (mask.lower_right and mask.log_duration_RK is None)
-        return "flash_attention_2" if masked and half and is_flash_attn_2_available() else "sdpa"
     is_fast = query_RHTE.device.type == "cpu" and query_RHTE.dtype == torch.bfloat16 and CPU_MULTIPLIES_BFLOAT16
     if not is_fast or dropout or is_in_torch_func():
         return "sdpa"
@@ -59,6 +52,6 @@ def choose_attention(query_RHTE, key_RGKE, mask: AttentionMask, dropout: float) 
 def attend(implementation: str, query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale: float, dropout: float):
     """Returns the attention output [R, T, H * E] of the named implementation."""
     if implementation == "auto":
-        implementation = choose_attention(query_RHTE, key_RGKE, mask, dropout)
+        implementation = choose_attention(query_RHTE, key_RGKE, dropout)
     output_RHTE = IMPLEMENTATIONS[implementation](query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout)
     return output_RHTE.transpose(1, 2).flatten(2)

@@ -1,6 +1,4 @@
-"""torch's FlexAttention: compiled on CUDA as Triton code or, with `flex_fa4`, for FlashAttention-4 (its backend FLASH).
-
-On CPUs it isn't compiled and doesn't have a backward pass.
+"""torch's FlexAttention: compiled on CUDA. On CPUs it isn't compiled and doesn't have a backward pass.
 
 Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimension.
 """
@@ -11,10 +9,8 @@ import torch
 
 from ..segmentation import on_device
 
-FLASH_DEVICES = ("cuda",)
 
-
-def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout, backend="AUTO"):
+def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
     if dropout:
         raise ValueError(f"flex_attention does not support dropout: set attention_dropout={dropout} to 0 or use sdpa.")
     on_cpu = query_RHTE.device.type == "cpu"
@@ -50,14 +46,7 @@ def flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout, backe
         block_mask=block_mask,
         scale=scale,
         enable_gqa=query_RHTE.shape[1] != key_RGKE.shape[1],
-        kernel_options={"BACKEND": backend},
     )
-
-
-def flex_fa4_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
-    if (device := query_RHTE.device.type) not in FLASH_DEVICES:
-        raise ValueError(f"attn_implementation='flex_fa4' runs a CUDA kernel, and the model is on {device}: use sdpa.")
-    return flex_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout, backend="FLASH")
 
 
 @cache

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import is_flash_attn_2_available
 
-from condense.attention import AttentionMask, choose_attention
+from condense.attention import choose_attention
 from condense.checks import check_attention, check_dtype
 from condense.execution import choose_schedule
 from condense.segmentation import SegmentPositions
@@ -91,9 +90,8 @@ def compare(model: Any, case: BenchmarkCase, repeats: int, memory: PeakMemory) -
 
 def attentions_of(model: Any) -> list[str]:
     """Returns the implementations that "auto" chooses from."""
-    if model.device.type == "cpu":
-        return ["sdpa"] if model.training and model.config.attention_dropout else ["sdpa", "blocked"]
-    return ["sdpa", "flash_attention_2"] if is_flash_attn_2_available() else ["sdpa"]
+    has_dropout = model.training and model.config.attention_dropout
+    return ["sdpa", "blocked"] if model.device.type == "cpu" and not has_dropout else ["sdpa"]
 
 
 def choices_of_auto(model: Any, case: BenchmarkCase) -> tuple[str, str]:
@@ -106,4 +104,4 @@ def choices_of_auto(model: Any, case: BenchmarkCase) -> tuple[str, str]:
     heads = (config.num_attention_heads, chunk.width), (config.num_key_value_heads, num_keys)
     query, key = (next(model.parameters()).new_empty(case.batch, *size, config.head_dim) for size in heads)
     dropout = config.attention_dropout if model.training else 0.0
-    return schedule, choose_attention(query, key, AttentionMask(chunk), dropout)
+    return schedule, choose_attention(query, key, dropout)

@@ -234,7 +234,7 @@ def _check_length(recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     recipe.model.check(recipe.attention, recipe.gradient_checkpointing)
-    if recipe.attention in ("blocked", "flex_attention", "flex_fa4") and recipe.attention_dropout:
+    if recipe.attention in ("blocked", "flex_attention") and recipe.attention_dropout:
         raise ValueError(f"attention={recipe.attention} has no dropout: set attention_dropout=0, or attention=auto")
     if getattr(recipe.model, "schedule", None) == "graph" and recipe.attention_dropout:
         raise ValueError("model.schedule=graph has no dropout: set attention_dropout=0, or another schedule")

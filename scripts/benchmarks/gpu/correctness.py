@@ -17,7 +17,6 @@ from itertools import product
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from condense.checks import has_flash_cute
 from condense.eval.benchmark.cases import SCHEDULES, ModelVariant
 from condense.eval.benchmark.models import build_model, cast_parameters, configure
 
@@ -58,12 +57,7 @@ def correctness(session: Session) -> None:
 def flex(session: Session) -> None:
     """Checks FlexAttention, in a separate part because its compilation takes minutes that the timings do not need."""
     end = time.monotonic() + FLEX_SECONDS
-    implementations = ["flex_attention"]
-    if session.device.type == "cuda" and has_flash_cute():
-        implementations += ["flex_fa4"]
-    else:
-        session.check("flex_fa4", None, "flash_attn.cute is not installed, or there is no CUDA")
-    for name in _compare(session, implementations, gradients=session.device.type != "cpu"):
+    for name in _compare(session, ["flex_attention"], gradients=session.device.type != "cpu"):
         if time.monotonic() > end or session.seconds_left() < 0:
             session.check("flex_attention", None, f"no time is left for the checks after {name}")
             return
@@ -145,7 +139,7 @@ def _compare(session: Session, implementations: Sequence[str], gradients: bool =
         for dtype, limits in LIMITS.items():
             model = cast_parameters(copy.deepcopy(reference).to(session.device), dtype)
             for implementation, schedule in product(implementations, SCHEDULES):
-                if implementation in ("flash_attention_2", "varlen", "flex_fa4") and dtype == torch.float32:
+                if implementation in ("flash_attention_2", "varlen") and dtype == torch.float32:
                     continue  # its kernels have half precision
                 configure(model, _variant(implementation, segment, schedule))
                 variant = f"{shape_name}, {implementation}, {schedule}, {_name(dtype)}"

@@ -139,8 +139,8 @@ KEYS = torch.zeros(1, 2, 32, 8)
 )
 def test_auto_chooses_on_cpu(query, dropout, multiplies_bfloat16, expected, monkeypatch):
     monkeypatch.setattr(dispatch, "CPU_MULTIPLIES_BFLOAT16", multiplies_bfloat16)
-    assert choose_attention(query, KEYS, AttentionMask(CHUNKS["memory"]), dropout) == expected
-    assert choose_attention(query.expand(9, -1, -1, -1), KEYS, AttentionMask(CHUNKS["memory"]), dropout) == expected
+    assert choose_attention(query, KEYS, dropout) == expected
+    assert choose_attention(query.expand(9, -1, -1, -1), KEYS, dropout) == expected
 
 
 def test_auto_takes_sdpa_within_torch_func(monkeypatch):
@@ -148,7 +148,7 @@ def test_auto_takes_sdpa_within_torch_func(monkeypatch):
     choices = []
 
     def choose(query):
-        choices.append(choose_attention(query, KEYS, AttentionMask(CHUNKS["memory"]), 0.0))
+        choices.append(choose_attention(query, KEYS, 0.0))
         return query
 
     choose(QUERY.bfloat16())
@@ -161,28 +161,7 @@ def test_auto_takes_sdpa_for_large_score_matrices(monkeypatch):
     query = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, 8, 1024, 64)
     for num_key_heads, expected in {8: "blocked", 2: "blocked", 1: "sdpa"}.items():  # 4, 16 and 32 MiB
         key = query[:, :num_key_heads, :1].expand(-1, -1, 2048, -1)
-        assert choose_attention(query, key, AttentionMask(CHUNKS["memory"]), 0.0) == expected
-
-
-class CudaQuery:
-    """The attributes of a query on CUDA that the choice reads."""
-
-    device, is_cuda = torch.device("cuda"), True
-
-    def __init__(self, num_queries, dtype):
-        self.shape, self.dtype = (1, 4, num_queries, 8), dtype
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_auto_chooses_on_cuda(installed, monkeypatch):
-    """flash-attn is chosen where a mask stops sdpa from using its own flash kernel."""
-    monkeypatch.setattr(dispatch, "is_flash_attn_2_available", lambda: installed)
-    weighted, package = torch.zeros(2, 12), "flash_attention_2" if installed else "sdpa"
-    for mask in (AttentionMask(CHUNKS["different offsets"]), AttentionMask(CHUNKS["memory"], weighted)):
-        assert choose_attention(CudaQuery(3, torch.bfloat16), KEYS, mask, 0.0) == package
-        assert choose_attention(CudaQuery(3, torch.float32), KEYS, mask, 0.0) == "sdpa"
-        assert choose_attention(CudaQuery(1, torch.bfloat16), KEYS, mask, 0.0) == "sdpa"
-    assert choose_attention(CudaQuery(3, torch.bfloat16), KEYS, AttentionMask(CHUNKS["memory"]), 0.0) == "sdpa"
+        assert choose_attention(query, key, 0.0) == expected
 
 
 def test_auto_is_the_default_of_models(tmp_path, monkeypatch, noted):

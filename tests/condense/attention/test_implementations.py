@@ -13,7 +13,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from condense.attention import IMPLEMENTATIONS, AttentionMask, attend, flex, packed, sdpa, varlen
-from condense.checks import check_attention
 from condense.segmentation import Chunk
 
 from ...refusals import assert_refused
@@ -124,31 +123,7 @@ def test_varlen_follows_the_definition(with_durations, name, torch_varlen):
     assert_definition("varlen", with_durations, name)
 
 
-@pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
-@pytest.mark.parametrize("name", CHUNKS)
-def test_the_flash_backend_follows_the_definition(with_durations, name, monkeypatch):
-    """FlexAttention as it is on a CPU takes the place of the kernel that it would compile for the backend."""
-    backends, kernel = [], flex._flex_kernel(compiled=False)
-
-    def recorded(*arguments, kernel_options, **options):
-        backends.append(kernel_options["BACKEND"])
-        return kernel(*arguments, **options)
-
-    monkeypatch.setattr(flex, "_flex_kernel", lambda compiled: recorded)
-    monkeypatch.setattr(flex, "FLASH_DEVICES", ("cpu",))
-    assert_definition("flex_fa4", with_durations, name)
-    assert_definition("flex_attention", with_durations, name)
-    assert backends == ["FLASH", "AUTO"]
-
-
-def test_the_flash_backend_is_refused_without_its_kernel():
-    model = tiny_model(torch.float32, attn_implementation="flex_fa4")
-    with torch.no_grad(), pytest.raises(ValueError, match="'flex_fa4' runs a CUDA kernel, and the model is on cpu"):
-        model(random_ids(1, 12))
-    assert_refused("flash_attn.cute", check_attention, "flex_fa4")
-
-
-@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name not in ("varlen", "flex_fa4")])
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "varlen"])
 @pytest.mark.parametrize("with_durations", [False, True], ids=["unit", "durations"])
 @pytest.mark.parametrize("name", CHUNKS)
 def test_implementations_follow_the_definition(implementation, with_durations, name, flash_attn):

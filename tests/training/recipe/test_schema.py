@@ -182,7 +182,7 @@ def test_stages_and_batches(recipe):
         (STAGES, [*GRAPH, "attention_dropout=0.1"], "model.schedule=graph has no dropout"),
         (STAGES, [*GRAPH, "attention=flex_attention"], "model.schedule=graph has no attention=flex_attention"),
         (STAGES, [*GRAPH, "lora={rank: 4}"], "model.schedule=graph runs the layers' own weights"),
-        (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'varlen', 'flex_fa4', 'eager'"),
+        (STAGES, ["attention=flash"], "attention='flash': .*'auto', 'blocked', 'varlen', 'eager'"),
         (STAGES, ["objective.kind=diffusion"], "objective: .*kind='diffusion' is unknown: choose one of 'next_token'"),
         (STAGES, ["optimizer.name=sgd"], "optimizer.name='sgd': .*'adamw'"),
         # keys that recipes had before models had kinds

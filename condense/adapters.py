@@ -16,7 +16,7 @@ from .extras import check_installed
 from .loading import ADAPTER_CONFIG, check_finite, check_safetensors, first_line, is_stock, read_object
 from .source_name import stored_source
 
-WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+WEIGHTS = "adapter_model.safetensors"
 RECIPE = "recipe.json"  # of the training, beside the adapters
 MEGATRON = ("megatron_config", "megatron_core")  # PEFT imports the module that the second one names
 LOAD_OTHER_MODELS = ("XLORA", "SHADOW")  # from the paths in their configuration
@@ -26,12 +26,7 @@ def check_adapters(folder: Path, reader: str) -> None:
     """Raises `ValueError` if a folder has no adapters, if they are damaged or could run code, or if PEFT is not
     installed. `reader` is the command that reads them."""
     check_installed(reader, "adapters")
-    if (folder / PICKLED).is_file() and not (folder / WEIGHTS).is_file():
-        raise ValueError(
-            f"{reader} {folder}: its weights are in {PICKLED}, and only safetensors are read. Write them with PEFT: "
-            f"PeftModel.from_pretrained(model, {str(folder)!r}).save_pretrained(OTHER), and pass OTHER."
-        )
-    for name in (ADAPTER_CONFIG, WEIGHTS):
+    for name in (ADAPTER_CONFIG, WEIGHTS):  # pickled weights could run code
         if not (folder / name).is_file():
             raise ValueError(
                 f"{reader} {folder}: it has no {name}. Pass the output of a training with lora, or a folder that "
@@ -150,11 +145,8 @@ def _adapted(model: Any, folder: Path) -> Any:
     from peft import PeftModel
 
     remedy = _right_model(model, folder)
-    other_layers = ValueError(f"--merge {folder}: the adapters belong to layers that the model does not have. {remedy}")
     try:
         adapted = PeftModel.from_pretrained(model, str(folder))
-    except UserWarning as error:
-        raise other_layers from error
     except Exception as error:  # PEFT may raise any exception for wrong shapes and settings
         raise ValueError(
             f"--merge {folder}: the adapters do not fit the model ({first_line(error)}). {remedy}"
@@ -164,7 +156,7 @@ def _adapted(model: Any, folder: Path) -> Any:
     unexpected = adapted.load_adapter(str(folder), "default").unexpected_keys  # loaded once more, for the names
     # Of an embedding that was resized, PEFT also writes copies that it does not read.
     if any(not _is_of(key, embedding_names(model)) for key in unexpected):
-        raise other_layers
+        raise ValueError(f"--merge {folder}: the adapters belong to layers that the model does not have. {remedy}")
     return adapted
 
 

@@ -8,6 +8,7 @@ Axes: B rows of a batch, R rows of a chunk, N recent tokens, T tokens of a chunk
 
 import copy
 from collections.abc import Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -249,9 +250,7 @@ class FoldedCache(Cache):
         Raises `ValueError` for more than `CROP_TOKENS`, after an interrupted call, and for columns that were read
         before `activate_past_recording`, with gradients, or with different padding in each row.
         """
-        if int(tokens_to_remove) != tokens_to_remove:
-            raise ValueError(f"crop({tokens_to_remove}): pass a whole number, -k for the last k columns.")
-        num_columns = -int(tokens_to_remove)  # transformers may pass a tensor
+        num_columns = -index(tokens_to_remove)  # transformers may pass a tensor
         if num_columns == 0:
             return
         self.check_complete()
@@ -372,8 +371,6 @@ class FoldedCache(Cache):
         return rows_B
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if int(repeats) != repeats or repeats < 1:
-            raise ValueError(f"repeats={repeats!r}: pass the number of copies of each row, at least 1.")
         self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

@@ -17,7 +17,6 @@ from .token_inputs import check_token_inputs
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 # Arguments that collators of packed documents pass to the attention kernels of other models.
 PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-TENSORS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "durations")
 NOT_EXPORTED = ("attention_mask", "position_ids", "labels", "durations", "cache", "use_cache")
 OUTPUT_ARGUMENTS = ("output_attentions", "output_router_logits")
 
@@ -53,13 +52,13 @@ def check_attention_name(name: str) -> None:
 def check_attention(name: str) -> None:
     """Raises `ValueError` for an implementation of attention that does not exist or is not installed."""
     check_attention_name(name)
+    needs = None
     if name == "flash_attention_2" and not is_flash_attn_2_available():
-        raise ValueError(
-            "attn_implementation='flash_attention_2' needs a GPU and the package flash-attn: install it with "
-            "pip install --no-build-isolation flash-attn, or choose sdpa."
-        )
-    if name == "varlen" and not torch.cuda.is_available():
-        raise ValueError("attn_implementation='varlen' needs a CUDA GPU, and there is none: choose sdpa.")
+        needs = "a GPU and the package flash-attn (pip install --no-build-isolation flash-attn)"
+    elif name == "varlen" and not torch.cuda.is_available():
+        needs = "a CUDA GPU, and there is none"
+    if needs is not None:
+        raise ValueError(f"attn_implementation={name!r} needs {needs}: choose sdpa.")
 
 
 def check_input(config, given: Mapping[str, Any], labels=None, logits_to_keep=None) -> torch.Tensor:
@@ -107,14 +106,6 @@ def check_export(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def check_tensors(arguments: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a list or a number instead of a tensor."""
-    for name in TENSORS:
-        value = arguments.get(name)
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise ValueError(f"{name} is a {type(value).__name__}: pass a tensor.")
-
-
 def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("pass either input_ids or inputs_embeds, and not both.")
@@ -122,12 +113,11 @@ def _check_tokens(config, input_ids, inputs_embeds) -> torch.Tensor:
     expected = "[batch, tokens]" if input_ids is not None else "[batch, tokens, hidden_size]"
     if tokens.dim() != expected.count(",") + 1 or 0 in tokens.shape:
         raise ValueError(f"the input has shape {tuple(tokens.shape)}: pass at least one token, {expected}.")
-    if inputs_embeds is not None and inputs_embeds.shape[2] != config.hidden_size:
+    if input_ids is None and not (tokens.shape[2] == config.hidden_size and tokens.is_floating_point()):
         raise ValueError(
-            f"inputs_embeds are {inputs_embeds.shape[2]} wide and the model {config.hidden_size}: pass its embeddings."
+            f"inputs_embeds are {tokens.shape[2]} wide and {tokens.dtype}: pass the model's own, floating point and "
+            f"{config.hidden_size} wide."
         )
-    if inputs_embeds is not None and not inputs_embeds.is_floating_point():
-        raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}: pass floating point numbers.")
     if input_ids is not None:
         _check_whole_numbers("input_ids", input_ids)
     if input_ids is not None and _has_values_at_hand(input_ids):
@@ -223,11 +213,6 @@ def check_unused(arguments: Mapping[str, Any], position_ids: torch.Tensor | None
             _check_columns(torch.as_tensor(value), cache.get_seq_length() if isinstance(cache, FoldedCache) else 0)
         if name in GENERATION_ARGUMENTS or (name in OUTPUT_ARGUMENTS and not value):
             continue
-        if name in OUTPUT_ARGUMENTS:
-            raise ValueError(
-                f"{name}={value!r}: a folded model does not attend to all tokens. Leave it out; condense attention "
-                "draws the maps of some segments."
-            )
         raise TypeError(f"CondenseForCausalLM.forward() got an unexpected keyword argument {name!r}")
 
 

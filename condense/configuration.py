@@ -21,6 +21,7 @@ MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront", "graph")
 POSITION_ANCHORS = ("end", "start")
 OWN_ATTENTION = ("auto", "blocked", "varlen")
+WITHOUT_DROPOUT = ("blocked", "flex_attention", "varlen")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
@@ -139,15 +140,10 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
             config_dict = config_fields(find_file(pretrained_model_name_or_path, file, **hub_options))
         else:
             config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        model_type = config_dict.get("model_type")
-        if model_type is None:
-            raise ValueError(
-                f"{pretrained_model_name_or_path!r} has no config.json with a model_type: pass a folder or hub id."
-            )
-        own = (cls.model_type, *STOCK_MODELS)
+        model_type, own = config_dict.get("model_type"), (cls.model_type, *STOCK_MODELS)
         if model_type not in (*own, *FAMILIES):
             raise ValueError(
-                f"{pretrained_model_name_or_path!r} is a checkpoint of type {model_type!r}: condense folds "
+                f"{pretrained_model_name_or_path!r}: its config.json has model_type={model_type!r}, and condense folds "
                 f"checkpoints of the types {', '.join(FAMILIES)}, and loads its own ({', '.join(own)})."
             )
         given = {name: kwargs[name] for name in cls.__annotations__ if name in kwargs}  # checked with the rest
@@ -195,11 +191,6 @@ def check_llama_fields(fields: Mapping[str, Any], where: str = "") -> None:
         )
     if (head_dim := fields.get("head_dim")) and head_dim % 2:
         raise ValueError(f"{where}head_dim={head_dim}: rotary positions need an even number.")
-    padding, vocabulary = fields.get("pad_token_id"), fields.get("vocab_size")
-    if isinstance(padding, int) and isinstance(vocabulary, int) and padding >= vocabulary:
-        raise ValueError(
-            f"{where}pad_token_id={padding} does not exist in a vocabulary of {vocabulary}: choose another, or None."
-        )
     activation, rope = fields.get("hidden_act"), fields.get("rope_parameters") or fields.get("rope_scaling")
     rope_type = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
     theta = fields.get("rope_theta") if not isinstance(rope, Mapping) else rope.get("rope_theta", 1)
@@ -244,13 +235,9 @@ def _check_rope_length(config: CondenseConfig) -> None:
 
 
 def _check_share(share: Any, num_layers: int) -> None:
-    if isinstance(share, list) and len(share) != num_layers:
-        raise ValueError(
-            f"memory_share={share!r} has {len(share)} numbers for {num_layers} layers: pass one, or one for each layer."
-        )
-    for one in share if isinstance(share, list) else [share]:
-        if isinstance(one, bool) or not isinstance(one, int | float) or not 0 <= one <= 1:
-            raise ValueError(f"memory_share={share!r}: pass a number from 0 to 1, or a list of them.")
+    shares = share if isinstance(share, list) else [share] * num_layers
+    if len(shares) != num_layers or not all(type(one) in (int, float) and 0 <= one <= 1 for one in shares):
+        raise ValueError(f"memory_share={share!r}: pass a number from 0 to 1, or one for each of {num_layers} layers.")
 
 
 def _check_sink(token_id: Any, vocab_size: int) -> None:

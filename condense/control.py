@@ -19,16 +19,12 @@ def check_control(control_size: int, control: torch.Tensor, shape: tuple[int, in
     """Raises `ValueError` for a control that does not fit an input of shape [B, N]."""
     if not control_size:
         raise ValueError("control is given, and the model has no depth block that takes one: leave it out.")
-    if not isinstance(control, torch.Tensor):
-        raise ValueError(f"control is a {type(control).__name__}: pass a tensor [texts, {control_size}].")
     fits = (shape[0], control_size), (*shape, control_size)
     if tuple(control.shape) not in fits:
         raise ValueError(
             f"control of shape {tuple(control.shape)} does not fit: pass {control_size} components for each text, "
             f"{fits[0]}, or for each token, {fits[1]}."
         )
-    if not control.is_floating_point():
-        raise ValueError(f"control is {control.dtype}: pass floating-point numbers.")
     at_hand = control.device.type == "cpu" and not torch.compiler.is_exporting()  # an accelerator would have to wait
     if at_hand and not bool(torch.isfinite(control).all()):
         raise ValueError("control has values that are not finite: pass finite numbers.")
@@ -43,9 +39,6 @@ def check_control_of_prompt(arguments: Mapping[str, Any], is_assistant: bool = F
     control, mask, positions = (arguments.get(name) for name in ("control", "attention_mask", "position_ids"))
     if control is None:
         return
-    if not isinstance(control, torch.Tensor) or control.dim() not in (2, 3):
-        found = f"shape {tuple(control.shape)}" if isinstance(control, torch.Tensor) else type(control).__name__
-        raise ValueError(f"control is of {found}: pass a tensor [texts, components] or [texts, tokens, components].")
     columns = positions if mask is None else mask
     if columns is not None and control.dim() == 3 and control.shape[1] < columns.shape[1] and not is_assistant:
         raise ValueError(

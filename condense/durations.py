@@ -14,7 +14,6 @@ chunk without padding.
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -50,8 +49,6 @@ def check_durations(durations_BN: torch.Tensor, shape: tuple[int, int]) -> None:
             f"durations of shape {tuple(durations_BN.shape)} do not fit an input of shape {tuple(shape)}: pass one per "
             "token."
         )
-    if not durations_BN.is_floating_point():
-        raise ValueError(f"durations are {durations_BN.dtype}: pass floating point numbers.")
     if durations_BN.requires_grad:
         raise ValueError("durations require gradients, which would miss the positions: pass durations.detach().")
     wrong = (~(torch.isfinite(durations_BN) & (durations_BN >= 0))).nonzero()
@@ -84,17 +81,12 @@ def durations_for_generation(
     num_columns = columns.shape[1]
     if durations is None:
         durations = torch.ones(num_texts * rows_per_text, num_columns)
-    if not isinstance(durations, torch.Tensor):
-        raise ValueError(f"durations is a {type(durations).__name__}: pass a tensor [texts, tokens] for the prompt.")
+    if not durations.is_floating_point():  # those of new tokens may have fractions
+        durations = durations.float()
     if is_assistant:
         num_columns = min(num_columns, durations.shape[-1])
     # In the caller's terms: one row per text, without beams.
     check_durations(durations[::rows_per_text], (num_texts, num_columns))
-    if new is not None and not isinstance(new, Real) and not callable(new):
-        raise ValueError(
-            f"new_token_duration is a {type(new).__name__}: pass a number, or a function from the generation step to "
-            "a number or a tensor [texts]."
-        )
     durations_of_step = partial(_durations_of_step, 1.0 if new is None else new, num_texts, durations.dtype)
     durations_of_step(0)
     return {"durations": durations.cpu(), "new_token_duration": durations_of_step}
@@ -103,22 +95,13 @@ def durations_for_generation(
 def _durations_of_step(new: NewTokenDuration, num_texts: int, dtype: torch.dtype, step: int) -> torch.Tensor:
     """Returns durations [B]; raises `ValueError` unless they are finite, not negative, and one for all or for each."""
     found = new(step) if callable(new) else new
-    try:
-        durations_B = torch.as_tensor(found, dtype=dtype, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(
-            f"new_token_duration gives {found!r} at step {step}: a number or a tensor is needed."
-        ) from None
+    durations_B = torch.as_tensor(found, dtype=dtype, device="cpu")
     if durations_B.dim() == 0:
         durations_B = durations_B.expand(num_texts)
-    if durations_B.shape != (num_texts,):
+    if durations_B.shape != (num_texts,) or not bool((torch.isfinite(durations_B) & (durations_B >= 0)).all()):
         raise ValueError(
-            f"new_token_duration gives shape {tuple(durations_B.shape)} at step {step}: a number is needed, or one for "
-            f"each text, ({num_texts},)."
-        )
-    if not bool((torch.isfinite(durations_B) & (durations_B >= 0)).all()):
-        raise ValueError(
-            f"new_token_duration gives {durations_B.tolist()} at step {step}: they must be finite and not negative."
+            f"new_token_duration gives {found!r} at step {step}: pass one number for all texts, or one for each of "
+            f"{num_texts}, finite and not negative."
         )
     return durations_B
 

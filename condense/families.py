@@ -82,8 +82,6 @@ def folded_fields(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_window(window: Mapping[str, Any], segment_length: int) -> None:
     """Raises `ValueError` if layers of the stock model see fewer tokens than a folded model, 2 segments."""
-    if not isinstance(window, Mapping):
-        raise ValueError(f"window={window!r}: pass the checkpoint's fields {', '.join(WINDOW_FIELDS)}, or None.")
     size, layers = window.get("sliding_window"), window.get("layer_types") or ["sliding_attention"]
     if size is not None and "sliding_attention" in layers and size < 2 * segment_length:
         raise ValueError(

@@ -13,18 +13,11 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a UTF-8 file, as `decode_text` does.
-
-    Raises `ValueError` if the file is missing, is a folder, or has another encoding.
-    """
+    """Returns the text of a UTF-8 file, as `decode_text` does. Raises `ValueError` if it can't be read."""
     try:
         return decode_text(path.read_bytes())
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8: {error.reason} at byte {error.start}. Convert it, for example with iconv -t UTF-8."
-        ) from error
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}. Pass the path of a text file.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read ({error}): pass the path of a text file in UTF-8.") from error
 
 
 def decode_text(data: bytes) -> str:
@@ -38,8 +31,6 @@ def decode_text(data: bytes) -> str:
 def check_output_folder(folder: Path) -> None:
     """Raises `ValueError` if `folder` can't be created or written. Creates neither files nor folders."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
-    if not existing.is_dir():
-        raise ValueError(f"{folder} can't be a folder: {existing} is a file. Pass another path.")
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -49,14 +40,17 @@ def check_output_folder(folder: Path) -> None:
 
 def check_output_file(path: Path) -> None:
     """Raises `ValueError` if the file `path` can't be written. Its folder must exist."""
+    reason = None
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: pass the path of a file.")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path} can't be written: there is no folder {path.parent}. Create it first.")
-    if not path.exists():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = f"there is no folder {path.parent}"
+    elif not path.exists():
         check_output_folder(path.parent)
     elif not os.access(path, os.W_OK):
-        raise ValueError(f"{path} can't be written: it is read-only. Pass another path.")
+        reason = "it is read-only"
+    if reason is not None:
+        raise ValueError(f"{path} can't be written: {reason}. Pass another path.")
 
 
 def check_not_linked(*paths: Path) -> None:

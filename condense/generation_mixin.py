@@ -11,6 +11,7 @@ from .checks import check_cache
 from .control import check_control_of_prompt, control_of_columns, drafts_with_control
 from .durations import durations_for_generation, durations_of_columns
 from .execution.static_decoding import check_static_step
+from .notices import say_once
 from .recording import CROP_TOKENS
 from .untrained import warn_if_untrained
 
@@ -153,6 +154,9 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
                 "prefill_chunk_size cuts token ids, and inputs_embeds are given: leave out one of the two."
             )
         implementation = generation_config.cache_implementation
+        if implementation not in (None, *self.cache_implementations):
+            say_once(f"cache_implementation={implementation!r} has no effect: a folded model has a FoldedCache.")
+            implementation = None
         if implementation is not None:
             self._check_cache_implementation(implementation, model_kwargs)
         check_control_of_prompt(model_kwargs, generation_config.is_assistant)
@@ -175,11 +179,6 @@ class FoldedGenerationMixin(OwnCacheGenerationMixin):
             model_kwargs[CACHE].activate_past_recording()
 
     def _check_cache_implementation(self, name: str, model_kwargs) -> None:
-        if name not in self.cache_implementations:
-            raise ValueError(
-                f"cache_implementation={name!r}: a folded model always keeps a FoldedCache, whose size is constant. "
-                "Leave the option out, or choose 'static' for static steps (fixed_decoding) or 'dynamic'."
-            )
         if model_kwargs.get(CACHE) is not None:
             raise ValueError(
                 f"cache_implementation={name!r} makes a cache, and another is given as cache: pass one of the two."
@@ -207,13 +206,8 @@ def _check_new_columns(arguments: Mapping[str, Any]) -> None:
 
 def _check_timed_generation(generation_config) -> None:
     """Raises `ValueError` for options of `generate` that read tokens without durations."""
-    if generation_config.guidance_scale not in (None, 1):
-        raise ValueError(
-            f"guidance_scale={generation_config.guidance_scale} reads a second text without durations: leave it "
-            "out, or durations and new_token_duration."
-        )
-    if generation_config.token_healing:
-        raise ValueError(
-            "token_healing=True changes the end of the prompt, and its durations would no longer fit: leave it out, or "
-            "durations and new_token_duration."
-        )
+    for name, neutral in (("guidance_scale", 1), ("token_healing", False)):  # a second text, another end of the prompt
+        if (value := getattr(generation_config, name)) not in (None, neutral):
+            raise ValueError(
+                f"{name}={value} reads tokens without durations: leave it out, or durations and new_token_duration."
+            )

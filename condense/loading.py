@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
@@ -69,8 +69,6 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> Any:
                 **given,
                 **options,
             )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # libraries may raise any exception for damaged files
         raise _refusal(source, error) from error
     check_loading_report(source, report)
@@ -104,17 +102,9 @@ def load_tokenizer(source: str | Path, config: PreTrainedConfig) -> Any:
             tokenizer = gguf_files.load_tokenizer(Path(source))
         else:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as error:
-        remedy = "put the files of the model's tokenizer beside its weights"
-        if Path(source).is_file():
-            remedy = "take the model's Hugging Face checkpoint instead"
-        raise ValueError(
-            f"the tokenizer of {str(source)!r} can't be loaded ({first_line(error)}): {remedy}."
-        ) from error
-    try:
         check_tokenizer(config, tokenizer)
-    except ValueError as error:
-        raise ValueError(f"model {str(source)!r}: {error}") from None
+    except Exception as error:
+        raise ValueError(f"the tokenizer of {str(source)!r} can't be used: {first_line(error)}.") from error
     return tokenizer
 
 
@@ -233,18 +223,14 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _check_folder(folder: Path) -> None:
-    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
-        name = stored_source(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
-        raise ValueError(
-            f"{folder} holds adapters, not a model: merge them with condense convert MODEL TARGET --merge {folder}, "
-            f"where MODEL is the model that they were trained on{f', {name!r}' if name else ''}."
-        )
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json: pass the folder of a model.")
+        remedy = "pass the folder of a model"
+        if (folder / ADAPTER_CONFIG).is_file():
+            name = stored_source(read_object(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
+            remedy = f"merge its adapters with condense convert {name or 'MODEL'} TARGET --merge {folder}"
+        raise ValueError(f"{folder} holds no config.json: {remedy}.")
     found = {name: read_object(folder / name) for name in JSON_FILES if (folder / name).is_file()}
     model_type = found["config.json"].get("model_type")
-    if model_type is None:
-        raise ValueError(f"{folder / 'config.json'} names no model_type: copy the model's own config.json there.")
     if model_type in REGISTERED_BY:
         importlib.import_module(REGISTERED_BY[model_type])
     if model_type not in CONFIG_MAPPING and "auto_map" in found["config.json"]:  # whose code would be asked for
@@ -260,18 +246,14 @@ def _check_folder(folder: Path) -> None:
 
 def _check_weights(folder: Path) -> None:
     """Checks the weight file, or the shards, that transformers would load."""
-    name = next((name for name in WEIGHTS if (folder / name).is_file()), None)
-    if name is None:
-        raise ValueError(f"{folder} holds no {' or '.join(WEIGHTS)}: copy the model's weights there.")
-    names = [name]
+    name = next((name for name in WEIGHTS if (folder / name).is_file()), WEIGHTS[0])
+    names = {name}
     if name.endswith(".json"):
         shards = read_object(folder / name).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise ValueError(f"{folder / name} has no weight_map of file names: copy the file again.")
-        names = sorted(set(shards.values()))
-        if absent := [shard for shard in names if not (folder / shard).is_file()]:
-            raise ValueError(f"{folder} lacks {_listed(absent)}, which {name} names: copy the checkpoint again.")
-    for file in names:
+        names = set(map(str, shards.values())) if isinstance(shards, dict) else set()  # then transformers refuses it
+    if absent := [file for file in names if not (folder / file).is_file()]:
+        raise ValueError(f"{folder} lacks {_listed(absent)}: copy the model's weights there.")
+    for file in sorted(names):
         if file.endswith(".safetensors"):
             check_safetensors(folder / file)
         else:
@@ -282,12 +264,11 @@ def read_object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file. Raises `ValueError` for a damaged file, or if it holds anything else."""
     _check_pointer(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: it is not JSON ({first_line(error)}). Copy it again.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds a JSON {type(found).__name__}, not an object. Copy it again.")
-    return found
+        return dict(**json.loads(path.read_text(encoding="utf-8")))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: it is not JSON of an object ({first_line(error)}). Copy it again."
+        ) from error
 
 
 def check_safetensors(path: Path) -> None:
@@ -315,26 +296,24 @@ def _check_hub(source: str) -> None:
     """Asks the hub once; transformers would retry for half a minute and report a wrong path as a problem of the hub."""
     if isinstance(try_to_load_from_cache(source, "config.json"), str):
         return
-    no_folder = f"there is no folder {source!r}, and"
-    if constants.is_offline_mode():
-        raise ValueError(f"{no_folder} the hub is disabled (HF_HUB_OFFLINE): pass the folder of a model.")
     try:
         HfApi().model_info(source, timeout=HUB_TIMEOUT_S)
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"{no_folder} the hub lists no such model: pass a folder or a hub id, and log in if the model is private."
-        ) from error
-    except HfHubHTTPError:
-        return  # transformers has a message for each of these
+    except HfHubHTTPError as error:
+        if not isinstance(error, RepositoryNotFoundError):
+            return  # transformers has a message for each of these
+        reason = "lists no such model"
     except Exception as error:  # the HTTP library differs between releases of huggingface_hub
-        raise ValueError(
-            f"{no_folder} the hub can't be reached ({first_line(error)}): pass the folder of a model."
-        ) from error
+        reason = f"can't be reached ({first_line(error)})"
+    else:
+        return
+    raise ValueError(f"there is no folder {source!r}, and the hub {reason}: pass a folder or a hub id.")
 
 
-def _refusal(source: str | Path, error: Exception) -> ValueError:
-    if type(error) is ValueError and "\n" not in str(error):
-        return error  # one sentence already
+def _refusal(source: str | Path, error: Exception) -> Exception:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        type(error) is ValueError and "\n" not in str(error)
+    ):
+        return error  # of the machine, or one sentence already
     remedy = "install what it needs" if isinstance(error, ImportError) else "correct or replace its files"
     return ValueError(f"model {str(source)!r} can't be loaded ({first_line(error)}): {remedy}.")
 

@@ -7,7 +7,7 @@ size.
 """
 
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -187,13 +187,11 @@ class CondenseModel(CondensePreTrainedModel):
         `config.num_hidden_layers`, so give each model its own config. Existing caches become invalid: a cache has one
         entry for each member of the stack. `from_pretrained` does not know the block.
 
-        Raises `ValueError` if the range is not within the stack, or if the block is not a module.
+        Raises `ValueError` if the range is not within the stack.
         """
-        if not isinstance(block, nn.Module):
-            raise ValueError(f"block is a {type(block).__name__}: pass an nn.Module with the interface DecoderBlock.")
         if not 0 <= first < end <= len(self.layers):
             raise ValueError(f"layers {first} to {end}: choose 0 <= first < end <= {len(self.layers)}.")
-        self.layers = nn.ModuleList([*self.layers[:first], block, *self.layers[end:]])
+        self.layers = nn.ModuleList([*self.layers[:first], cast(nn.Module, block), *self.layers[end:]])
         self.config.num_hidden_layers = len(self.layers)
         if isinstance(shares := self.config.memory_share, list):
             self.config.memory_share = [*shares[:first], shares[end - 1], *shares[end:]]
@@ -254,9 +252,8 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         either side; padding never shifts a row's segments. The host reads it, without waiting if it lies there. A
         column of padding after a row's last token has that token's logits. position_ids [B, N]: each 0 within a row
         begins another document, which is read as a text of its own. Otherwise they must be consecutive, and have no
-        effect, because attention depends only on differences.
-        durations [B, N], floating point, not negative: the length of each token on the position axis, which is also its
-        weight in attention; 1.0, the default, is an ordinary token.
+        effect, because attention depends only on differences. durations [B, N], not negative: the length of each token
+        on the position axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
 
         control [B, C] or [B, N, C]: the control of each text or of each token, in a model with a depth block
         (`condense.depth`); zeros if not given. `function_evaluations` [B, N] are the evaluations of the block's

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .fields import MISSING, field_names, find_field
+from .fields import field_names, find_field
 from .files import append_line, decode_text
 
 START = b'{"line": '  # of every record
@@ -37,23 +37,15 @@ def read_prompts(path: Path, field: str) -> list[Prompt]:
 def _text(line: bytes, field: str, where: str) -> str:
     try:
         record = json.loads(decode_text(line))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 ({error.reason}). Convert the file, such as with iconv.") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: broken JSON ({error}). Write one JSON object on each line.") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: {type(record).__name__}, not a JSON object. Write one on each line.")
-    text = find_field(record, field)
-    if text is MISSING:
+        text = find_field(record, field)
+        names = field_names(record)
+    except (AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not a JSON object in UTF-8 ({error}). Write one on each line.") from error
+    # Half of a surrogate pair can't be encoded.
+    if not isinstance(text, str) or not text or text != text.encode("utf-8", "ignore").decode():
         raise ValueError(
-            f"{where}: there is no field {field!r}, only {field_names(record)}: name the right one with --prompt-field."
+            f"{where}: field {field!r} holds no text; the fields are {names}: name the right one with --prompt-field."
         )
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"{where}: field {field!r} is {text!r}: write a text that is not empty.")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # half of a surrogate pair
-        raise ValueError(f"{where}: field {field!r} is not Unicode ({error.reason}). Correct it.") from error
     return text
 
 

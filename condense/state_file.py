@@ -6,6 +6,8 @@ Axes: B rows of a batch, G key/value heads, L segment length, E head dimension, 
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 }
 TIMELINE = ("durations_BL", "memory_BL", "elapsed_B", "memory_total_B")
+DESCRIPTION = {"fields": dict, "dtype": str, "weights": str, "computed_in": str, "num_columns": int}
 # Fields of a configuration that what is read depends on, beside those that a cache compares itself.
 MORE_FIELDS = ("family", "num_attention_heads", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias")
 
@@ -55,10 +58,11 @@ def write_state(snapshot: CacheSnapshot, path: str | Path, model: Any) -> None:
             f"{path}: {name} has shape {found.get(name)}, and the block in that place announces {shapes.get(name)}: "
             "correct its attribute attention_evaluations (see DecoderBlock)."
         )
+    fields = _fields(snapshot.made_for, decoder)
     described = {
-        "fields": _fields(snapshot.made_for, decoder),
-        "dtype": _name(decoder.dtype),
-        "weights": weights_fingerprint(decoder),
+        "dtype": fields.pop("dtype"),
+        "weights": fields.pop("weights"),
+        "fields": fields,
         "computed_in": _name(snapshot.computed_in[0]),
         "num_columns": snapshot.num_columns,
     }
@@ -73,18 +77,14 @@ def read_state(path: str | Path, model: Any, made_for: dict[str, Any]) -> CacheS
     Raises `ValueError` for anything but a state of this model's weights, dtype and configuration.
     """
     decoder = model.get_decoder()
-    try:
-        with safe_open(path, framework="pt") as file:
-            described = _described(path, file.metadata())
-            _check_model(path, described, made_for, decoder)
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            num_rows = (shapes.get("offsets") or (0,))[0]
-            expected = _shapes(decoder, num_rows, any(name in shapes for name in TIMELINE))
-            if (name := _first_difference(shapes, expected)) is not None:
-                raise _damaged(path, f"{name} has shape {shapes.get(name)} instead of {expected.get(name)}")
-            tensors = {name: file.get_tensor(name).clone() for name in shapes}  # the file may be replaced
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path) as (file, described):
+        _check_model(path, described, made_for, decoder)
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        num_rows = (shapes.get("offsets") or (0,))[0]
+        expected = _shapes(decoder, num_rows, any(name in shapes for name in TIMELINE))
+        if (name := _first_difference(shapes, expected)) is not None:
+            raise _damaged(path, f"{name} has shape {shapes.get(name)} instead of {expected.get(name)}")
+        tensors = {name: file.get_tensor(name).clone() for name in shapes}  # the file may be replaced
     _check_values(path, tensors, made_for["segment_length"])
     positions = SegmentPositions(num_rows, made_for["segment_length"])
     positions.offsets, positions.segments = tensors["offsets"].tolist(), tensors["segments"].tolist()
@@ -112,21 +112,27 @@ def read_state(path: str | Path, model: Any, made_for: dict[str, Any]) -> CacheS
 
 def check_state(path: str | Path) -> None:
     """Raises `ValueError` for a file that isn't a state, whatever its model."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            _described(path, file.metadata())
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+    with _opened(path):
+        pass
 
 
 def check_new_state(path: Path) -> None:
     """Raises `ValueError` if a state can't be written there, or would replace a file that isn't a state."""
     check_output_file(path)
     if path.exists():
-        try:
-            check_state(path)
-        except ValueError as error:
-            raise ValueError(f"{path} exists and is not a state: pass another path.") from error
+        check_state(path)
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yields an open file and its description. Raises `ValueError` for a file that isn't a state."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file, _described(path, file.metadata())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path} can't be read as a state ({error}): pass a file of save() or --save-state."
+        ) from error
 
 
 def _shapes(decoder: Any, num_rows: int, with_timeline: bool) -> dict[str, tuple[int, ...]]:
@@ -151,59 +157,47 @@ def _first_difference(shapes: dict[str, tuple[int, ...]], expected: dict[str, tu
 
 
 def _fields(made_for: dict[str, Any], decoder: Any) -> dict[str, Any]:
-    """Returns the fields of a configuration that identify a state, as JSON returns them."""
-    return json.loads(json.dumps(made_for | {name: getattr(decoder.config, name) for name in MORE_FIELDS}))
+    """Returns what a state's model must have in common with its reader, as JSON returns it."""
+    fields = json.loads(json.dumps(made_for | {name: getattr(decoder.config, name) for name in MORE_FIELDS}))
+    return fields | {"dtype": _name(decoder.dtype), "weights": weights_fingerprint(decoder)}
 
 
 def _described(path: str | Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     if not metadata or metadata.get("form") != FORM:
         raise ValueError(f"{path} is not a state of a folded model: pass a file of save() or --save-state.")
     try:
-        described = json.loads(metadata.get("state", ""))
-    except (ValueError, RecursionError):
-        described = None
-    form = {"fields": dict, "dtype": str, "weights": str, "computed_in": str, "num_columns": int}
-    if not isinstance(described, dict) or any(type(described.get(name)) is not kind for name, kind in form.items()):
-        raise _damaged(path, "its description is incomplete")
-    if described["computed_in"] not in DTYPES or described["num_columns"] < 0:
+        described = json.loads(metadata["state"])
+        whole = all(type(described[name]) is kind for name, kind in DESCRIPTION.items())
+        whole = whole and described["computed_in"] in DTYPES and described["num_columns"] >= 0
+    except (LookupError, TypeError, ValueError, RecursionError):
+        whole = False
+    if not whole:
         raise _damaged(path, "its description is not that of a state")
     return described
 
 
 def _check_model(path: str | Path, described: dict[str, Any], made_for: dict[str, Any], decoder: Any) -> None:
-    remedy = "load it with the model that read the text"
+    stored = described["fields"] | {"dtype": described["dtype"], "weights": described["weights"]}
     for name, value in _fields(made_for, decoder).items():
-        if (stored := described["fields"].get(name)) != value:
+        if stored.get(name) != value:
             raise ValueError(
-                f"{path} is the state of a model with {name}={stored!r}, and this one has {value!r}: {remedy}."
+                f"{path} is the state of a model with {name}={stored.get(name)!r}, and this one has {value!r}: load it "
+                "with the model that read the text."
             )
-    if described["dtype"] != (dtype := _name(decoder.dtype)):
-        raise ValueError(
-            f"{path} is the state of a model in {described['dtype']}, and this one is in {dtype}: load the model with "
-            f"dtype={described['dtype']!r}."
-        )
-    if described["weights"] != weights_fingerprint(decoder):
-        raise ValueError(f"{path} is the state of a model with other weights: {remedy}.")
 
 
 def _check_values(path: str | Path, tensors: dict[str, torch.Tensor], segment_length: int) -> None:
+    kinds = {tensor.dtype for name, tensor in tensors.items() if name.startswith("layers.")}
     for name, tensor in tensors.items():
         whole = name in ("offsets", "segments")
         allowed = [torch.int64] if whole else [torch.float64] if name in TIMELINE else list(DTYPES.values())
-        if tensor.dtype not in allowed:
-            raise _damaged(path, f"{name} is {_name(tensor.dtype)}")
-        if not whole and not torch.isfinite(tensor).all():
-            raise _damaged(path, f"{name} has values that are not finite")
-        if (whole or name in TIMELINE) and bool((tensor < 0).any()):
-            raise _damaged(path, f"{name} has negative values")
-    if bool((tensors["offsets"] >= segment_length).any()) or not len(tensors["offsets"]):
-        raise _damaged(path, f"offsets are not those of texts in segments of {segment_length} tokens")
-    if len(kinds := {tensor.dtype for name, tensor in tensors.items() if name.startswith("layers.")}) > 1:
-        raise _damaged(path, f"layers are in {' and '.join(sorted(map(_name, kinds)))}")
-
-
-def _unreadable(path: str | Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} can't be read as a state ({error}): pass a file of save() or --save-state.")
+        fits = len(kinds) <= 1 and tensor.dtype in allowed and bool(torch.isfinite(tensor).all())
+        if whole or name in TIMELINE:
+            fits = fits and bool((tensor >= 0).all())
+        if name == "offsets":
+            fits = fits and len(tensor) > 0 and bool((tensor < segment_length).all())
+        if not fits:
+            raise _damaged(path, f"{name} has another dtype or other values than in a state")
 
 
 def _damaged(path: str | Path, reason: str) -> ValueError:

@@ -153,7 +153,7 @@ def test_generate_with_a_control(hybrid, tmp_path):
 @pytest.mark.parametrize(
     ("name", "control", "words"),
     [
-        ("LLAMA", "1", "has no depth block that takes a control"),
+        ("LLAMA", "1", "has a control of 0 components, not 1"),
         ("HYBRID", "1", "has a control of 2 components, not 1"),
         ("HYBRID", "1,good", "--control 1,good: write numbers"),
         ("HYBRID", "1,nan", "--control 1,nan: write numbers"),

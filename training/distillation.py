@@ -50,19 +50,14 @@ class Distillation(ObjectiveKind):
     _placed: bool = PrivateAttr(False)
 
     def check(self, recipe: Any) -> None:
-        if self.hidden_weight and recipe.gradient_checkpointing:
+        if self.hidden_weight and (recipe.gradient_checkpointing or recipe.model.schedule == "wavefront"):
             raise ValueError(
-                "objective.hidden_weight compares all layers' outputs, which gradient checkpointing does not keep: set "
-                "gradient_checkpointing=false, or hidden_weight=0"
-            )
-        if self.hidden_weight and recipe.model.schedule == "wavefront":
-            raise ValueError(
-                "objective.hidden_weight compares all layers' outputs, which wavefronts do not keep: set "
-                "model.schedule=sequential (or auto), or hidden_weight=0"
+                "objective.hidden_weight compares all layers' outputs, which neither gradient checkpointing nor "
+                "wavefronts keep: set gradient_checkpointing=false and model.schedule=sequential, or hidden_weight=0"
             )
 
-    def check_zero_3(self) -> None:
-        raise ValueError("objective.kind=distill computes logits of whole weights beside the model: use ZeRO-2.")
+    def obstacle_to_zero_3(self) -> str:
+        return "objective.kind=distill computes logits beside the model"
 
     def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
         longest = recipe.longest_text(config.segment_length)
@@ -73,25 +68,17 @@ class Distillation(ObjectiveKind):
             check_full_attention(config, longest, "the teacher, the stock model of the same weights,", shorter)
             return
         teacher = loading.load_config(AutoConfig, self.teacher)
-        if hasattr(teacher, "segment_length"):
+        if teacher.model_type not in FAMILIES:  # a folded one would forget like its student
             raise ValueError(
-                f"objective.teacher={self.teacher!r} is a folded model, which forgets like its student: name a stock "
-                "one (condense convert FOLDED STOCK --to stock)."
-            )
-        if teacher.model_type not in FAMILIES:
-            raise ValueError(
-                f"objective.teacher={self.teacher!r} is of type {teacher.model_type!r}: name a model of one of the "
-                f"types {', '.join(FAMILIES)}."
+                f"objective.teacher={self.teacher!r} is of type {teacher.model_type!r}: name a stock model of one of "
+                f"the types {', '.join(FAMILIES)}."
             )
         check_full_attention(teacher, longest, f"objective.teacher={self.teacher!r}", shorter)
-        if loading.load_tokenizer(self.teacher, teacher).get_vocab() != tokenizer.get_vocab():
+        same_tokens = loading.load_tokenizer(self.teacher, teacher).get_vocab() == tokenizer.get_vocab()
+        if not same_tokens or teacher.vocab_size != config.vocab_size:
             raise ValueError(
-                f"objective.teacher={self.teacher!r} has a different tokenizer from the model: name another teacher."
-            )
-        if teacher.vocab_size != config.vocab_size:
-            raise ValueError(
-                f"objective.teacher={self.teacher!r} has logits for {teacher.vocab_size} tokens and the model for "
-                f"{config.vocab_size}: name a teacher with as many."
+                f"objective.teacher={self.teacher!r} has other tokens than the model, or logits for another number: "
+                "name another teacher."
             )
         shape, own = ((one.num_hidden_layers, one.hidden_size) for one in (teacher, config))
         if self.hidden_weight and shape != own:

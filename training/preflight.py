@@ -121,10 +121,13 @@ def check_samples(recipe: Recipe, config: Any, tokenizer: Any) -> None:
 def check_zero_3(recipe: Recipe, vocab_size: int) -> None:
     """Raises `ValueError` if ranks would not all use the weights equally often."""
     if recipe.curriculum:
-        raise ValueError("a curriculum gives ranks texts of unequal lengths, which ZeRO-3 can't run: use ZeRO-2.")
-    tokens = recipe.micro_batch * recipe.longest_text()
-    equal_lengths = recipe.data.task == "text" and recipe.data.fit == "cut"
-    recipe.model.check_zero_3(tokens, vocab_size, equal_lengths)
-    recipe.objective.check_zero_3()
-    if recipe.lora:
-        raise ValueError("lora puts adapters beside whole weights: use ZeRO-2.")
+        obstacle: str | None = "a curriculum gives ranks texts of unequal lengths"
+    elif recipe.lora:
+        obstacle = "lora puts adapters beside whole weights"
+    else:
+        tokens = recipe.micro_batch * recipe.longest_text()
+        equal_lengths = recipe.data.task == "text" and recipe.data.fit == "cut"
+        obstacle = recipe.model.obstacle_to_zero_3(tokens, vocab_size, equal_lengths)
+        obstacle = obstacle or recipe.objective.obstacle_to_zero_3()
+    if obstacle is not None:
+        raise ValueError(f"{obstacle}, and ZeRO-3 divides the weights among ranks: use ZeRO-2.")

@@ -53,10 +53,8 @@ def small_llama(
     `initializer_range` is the standard deviation of the weights; 0.02 is small for widths below 256. `rope_theta` is
     the base of the rotary frequencies; a small one lets a narrow head distinguish tokens up to ten positions away.
     """
-    if width < 8 or width % 8:
-        raise ValueError(f"width={width}: four heads of an even size need a multiple of 8.")
-    if layers < 1:
-        raise ValueError(f"layers={layers}: pass 1 or more.")
+    if width < 8 or width % 8 or layers < 1:
+        raise ValueError(f"width={width}, layers={layers}: pass a multiple of 8, for four heads, and 1 or more.")
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(

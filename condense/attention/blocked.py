@@ -23,8 +23,7 @@ BLOCK_BYTES = 4 * 2**20  # bytes of a block's scores; measured in docs/results/a
 
 
 def blocked_attention(query_RHTE, key_RGKE, value_RGKE, mask: AttentionMask, scale: float, dropout: float):
-    if dropout:
-        raise ValueError(f"blocked attention can't use dropout: set attention_dropout={dropout} to 0 or use sdpa.")
+    assert not dropout
     # Under autocast a cache may hold keys of an earlier call's dtype.
     key_RGKE, value_RGKE = key_RGKE.to(query_RHTE.dtype), value_RGKE.to(query_RHTE.dtype)
     return _Blocked.apply(query_RHTE, key_RGKE, value_RGKE, mask, scale)

@@ -9,6 +9,7 @@ Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimens
 
 import torch
 
+from ..configuration import WITHOUT_DROPOUT
 from ..transforms import is_in_torch_func
 from .blocked import blocked_attention
 from .eager import eager_attention
@@ -53,5 +54,9 @@ def attend(implementation: str, query_RHTE, key_RGKE, value_RGKE, mask: Attentio
     """Returns the attention output [R, T, H * E] of the named implementation."""
     if implementation == "auto":
         implementation = choose_attention(query_RHTE, key_RGKE, dropout)
+    if dropout and implementation in WITHOUT_DROPOUT:
+        raise ValueError(
+            f"{implementation} attention has no dropout: set attention_dropout={dropout} to 0, or use sdpa."
+        )
     output_RHTE = IMPLEMENTATIONS[implementation](query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout)
     return output_RHTE.transpose(1, 2).flatten(2)

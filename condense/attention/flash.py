@@ -22,7 +22,7 @@ def flash_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
             query_RHTE, key_RGKE, value_RGKE, mask.log_duration_RK, scale
         )
     query_RTHE, key_RKGE, value_RKGE = (tensor.transpose(1, 2) for tensor in (query_RHTE, key_RGKE, value_RGKE))
-    kernels = flash_attention_kernels()
+    kernels = importlib.import_module("flash_attn")
     if mask.lower_right:
         output_RTHE = kernels.flash_attn_func(
             query_RTHE, key_RKGE, value_RKGE, dropout_p=dropout, softmax_scale=scale, causal=True
@@ -44,13 +44,3 @@ def flash_attention(query_RHTE, key_RGKE, value_RGKE, mask, scale, dropout):
     )
     output_RTHE = torch.zeros_like(query_RTHE).index_put((rows.row_q, rows.token_q), packed_qHE)
     return output_RTHE.transpose(1, 2)[..., :head_width]
-
-
-def flash_attention_kernels():
-    try:
-        return importlib.import_module("flash_attn")
-    except ImportError as error:
-        raise ValueError(
-            "attn_implementation='flash_attention_2' needs the flash-attn package: install the 'flash' extra, or use "
-            "'sdpa' or 'varlen', which use torch's own flash kernel."
-        ) from error

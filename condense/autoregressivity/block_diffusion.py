@@ -145,19 +145,6 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         if isinstance(module, BlockDiffusionForCausalLM):
             nn.init.normal_(module.mask_embedding, std=self.config.initializer_range)
 
-    @classmethod
-    def from_pretrained(cls, source, *model_args, **options):
-        """Works like `CondenseForCausalLM.from_pretrained`, for a saved model. Raises `ValueError` for a Llama."""
-        try:
-            return super().from_pretrained(source, *model_args, **options)
-        except ValueError as error:
-            if "mask_embedding" not in str(error):
-                raise
-            raise ValueError(
-                f"{source} has no mask embedding: load it with CondenseForCausalLM.from_pretrained, convert it "
-                "with to_block_diffusion, and train it."
-            ) from error
-
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Returns the implementation to use; raises `ValueError` if it accepts only its own masks."""
         if requested_attention in (None, "auto"):
@@ -196,11 +183,6 @@ class BlockDiffusionForCausalLM(CondenseForCausalLM):
         return CondenseOutput(loss=cross_entropies(self.lm_head, hidden_BND[counted_BN], targets[counted_BN]))
 
     def _check_masked(self, input_ids: torch.Tensor, masked_BN: torch.Tensor) -> None:
-        if masked_BN.shape != input_ids.shape or masked_BN.dtype != torch.bool:
-            raise ValueError(
-                f"masked has shape {tuple(masked_BN.shape)} and dtype {masked_BN.dtype}: pass booleans of shape "
-                f"{tuple(input_ids.shape)}."
-            )
         first_N = torch.arange(input_ids.shape[1]) % self.config.segment_length % self.config.block_length == 0
         if bool(masked_BN[:, first_N.to(masked_BN.device)].any()):
             raise ValueError("masked is true at the first token of a block, which is always known: set it to false.")

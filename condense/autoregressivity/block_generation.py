@@ -56,12 +56,7 @@ def generate_blocks(
         raise ValueError("generate needs input_ids of shape [rows, tokens] with at least one token in each row.")
     config, others = model._prepare_generation_config(generation_config, **options)
     order = order or ("random" if config.do_sample else "confidence")
-    _check(config, others, max_denoising_steps, order, prompt_BN, streamer)
-    if attention_mask is not None and attention_mask.shape != prompt_BN.shape:
-        raise ValueError(
-            f"attention_mask of shape {tuple(attention_mask.shape)} does not fit prompts of shape "
-            f"{tuple(prompt_BN.shape)}: pass a number for each token."
-        )
+    _check(config, others, max_denoising_steps, order)
     model._prepare_special_tokens(config, attention_mask is not None, device=prompt_BN.device)
     num_new = config.max_new_tokens or (config.max_length or 0) - prompt_BN.shape[1]
     if num_new < 1:
@@ -78,7 +73,7 @@ def generate_blocks(
     return torch.cat([prompt_BN, pad_sequence(rows, batch_first=True, padding_value=_padding(config))], dim=1)
 
 
-def _check(config: GenerationConfig, others: dict, steps: int | None, order: str, prompt_BN, streamer) -> None:
+def _check(config: GenerationConfig, others: dict, steps: int | None, order: str) -> None:
     if others:
         raise ValueError(f"{', '.join(others)}: generation by blocks does not accept it; leave it out.")
     for name, neutral in REFUSED.items():
@@ -88,8 +83,6 @@ def _check(config: GenerationConfig, others: dict, steps: int | None, order: str
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"max_denoising_steps={steps!r}: pass a whole number of at least 1.")
     check_choice("order", order, ORDERS)
-    if streamer is not None and prompt_BN.shape[0] > 1:
-        raise ValueError(f"a streamer takes one text, and the batch has {prompt_BN.shape[0]}: pass one row.")
 
 
 def _padding(config: GenerationConfig) -> int:

@@ -94,22 +94,11 @@ class ContinuousLM:
         if sentence.embeddings_ND is not None:
             return self._on_device(sentence, sentence.embeddings_ND)
         assert sentence.ids_N is not None
-        size = self.model.get_input_embeddings().num_embeddings
-        if not bool(((sentence.ids_N >= 0) & (sentence.ids_N < size)).all()):
-            raise ValueError(
-                f"the sentence has ids outside the vocabulary of {size} tokens, as from another tokenizer: encode the "
-                "text with the tokenizer of this model."
-            )
         return sentence.with_embeddings(self.model.get_input_embeddings()(sentence.ids_N.to(self.model.device)))
 
     def _on_device(self, sentence: Sentence, embeddings_ND: torch.Tensor) -> Sentence:
-        """Moves the sentence to the model's device. Raises `ValueError` for embeddings of the wrong width or dtype."""
+        """Moves the sentence to the model's device."""
         weight_VD = self.model.get_input_embeddings().weight
-        if embeddings_ND.shape[1] != weight_VD.shape[1] or embeddings_ND.dtype != weight_VD.dtype:
-            raise ValueError(
-                f"embeddings of width {embeddings_ND.shape[1]} and {embeddings_ND.dtype} do not fit the model, whose "
-                f"width is {weight_VD.shape[1]} and dtype {weight_VD.dtype}: compute them with embed, or convert them."
-            )
         if embeddings_ND.device == weight_VD.device:
             return sentence
         return sentence.with_embeddings(embeddings_ND.to(weight_VD.device))
@@ -133,8 +122,6 @@ class ContinuousLM:
         `tokens_at_once` samples, the common prefix included, but at least one sentence. `progress` is called with the
         number of sentences completed since its last call.
         """
-        if not sentences:
-            raise ValueError("next_logits received no sentences: pass at least one.")
         sentences = [self.embed(sentence) for sentence in sentences]
         rows: dict[int, torch.Tensor] = {}
         for length in sorted({len(sentence) for sentence in sentences}):
@@ -273,15 +260,15 @@ class ContinuousLM:
         finally:
             self.rule = rule
         tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 3e-2
+        problem = None
         if not bool((unit_NV - own_NV).norm() <= tolerance * own_NV.norm()):
-            raise ValueError(
-                f"with durations of one unit, the logits of a {name} differ from those without by up to "
-                f"{(unit_NV - own_NV).abs().max().item():.2g}: {remedy}"
-            )
-        if not all(bool(torch.isfinite(logits_NV).all()) for logits_NV in longer):
-            raise ValueError(f"with other durations, the logits of a {name} are not finite: {remedy}")
-        if any(torch.equal(*pair) for pair in combinations([unit_NV, *longer], 2)):
-            raise ValueError(f"durations do not change the logits of a {name}: {remedy}")
+            problem = "durations of one unit change"
+        elif not all(bool(torch.isfinite(logits_NV).all()) for logits_NV in longer):
+            problem = "other durations overflow"
+        elif any(torch.equal(*pair) for pair in combinations([unit_NV, *longer], 2)):
+            problem = "durations do not change"
+        if problem is not None:
+            raise ValueError(f"{problem} the logits of a {name}: {remedy}")
 
 
 def _shared_prefix(sentences: Sequence[Sentence]) -> int:

@@ -6,7 +6,6 @@ start. The tokens of an ordinary sentence have durations of one unit.
 Axes: N samples, D hidden size, n selected samples.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -46,12 +45,8 @@ class Sentence:
             raise ValueError("durations and time_steps contain the same information: pass one of the two.")
         self.ids_N = None if ids is None else torch.as_tensor(ids).cpu().clone()
         self.embeddings_ND = embeddings
-        if not len(self):
-            raise ValueError("the sentence has no samples: pass at least one sample.")
         self._check_values()
         self.integration_start = float(integration_start)
-        if not math.isfinite(self.integration_start):
-            raise ValueError(f"integration_start={integration_start}: pass a finite time.")
         if time_steps is not None:
             times_N = self._numbers(time_steps, "time_steps")
             durations = durations_from_time_steps(times_N[None], self.integration_start)[0]
@@ -59,16 +54,17 @@ class Sentence:
         self.durations_N = self._numbers(durations, "durations")
         self._check_durations()
         self.positions_N = None if positions is None else self._numbers(positions, "positions")
-        if self.positions_N is not None and not bool(torch.isfinite(self.positions_N).all()):
-            raise ValueError(f"positions {self.positions_N.tolist()}: pass finite positions.")
+        times = [self.time_steps_N] if self.positions_N is None else [self.time_steps_N, self.positions_N]
+        if not all(bool(torch.isfinite(one).all()) for one in times):
+            raise ValueError(f"integration_start={integration_start} and positions={positions}: pass finite times.")
 
     def _check_values(self) -> None:
-        ids, embeddings = self.ids_N, self.embeddings_ND
-        if ids is not None and (ids.dim() != 1 or ids.is_floating_point()):
-            raise ValueError(f"ids of shape {tuple(ids.shape)} and {ids.dtype}: pass one row of token ids.")
-        if embeddings is not None and (embeddings.dim() != 2 or not embeddings.is_floating_point()):
+        values, is_ids = (self.embeddings_ND, False) if self.ids_N is None else (self.ids_N, True)
+        assert values is not None
+        if values.dim() != (1 if is_ids else 2) or values.is_floating_point() == is_ids or not len(values):
             raise ValueError(
-                f"embeddings of shape {tuple(embeddings.shape)} and {embeddings.dtype}: pass one row [N, D] of floats."
+                f"values of shape {tuple(values.shape)} and {values.dtype}: pass one row of at least one sample, token "
+                "ids [N] or embeddings [N, D]."
             )
 
     def _check_durations(self) -> None:
@@ -157,8 +153,6 @@ class Sentence:
         `positions="spread"`: each new sample has the position of its own part of the interval. `"equal"`: all have the
         position of the original sample at the anchor "end".
         """
-        if not isinstance(density, int) or density < 1:
-            raise ValueError(f"density={density}: pass a whole number of at least 1.")
         self._check_no_positions("densify")
         check_choice("positions", positions, ("spread", "equal"))
         check_choice("values", values, ("constant", "linear"))
@@ -188,10 +182,6 @@ def interpolate(
 
     Raises `ValueError` for sentences of unequal length, sentences without embeddings, and opposite directions.
     """
-    if len(first) != len(second):
-        raise ValueError(
-            f"sentences of {len(first)} and {len(second)} samples can't be interpolated: pass two of the same length."
-        )
     if first.embeddings_ND is None or second.embeddings_ND is None:
         raise ValueError("token ids can't be interpolated: embed both sentences first.")
     if first.positions_N is not None or second.positions_N is not None:
@@ -202,7 +192,7 @@ def interpolate(
         (shape, dtype), (other_shape, other_dtype) = kinds
         raise ValueError(
             f"embeddings of shape {shape} in {dtype} do not fit shape {other_shape} in {other_dtype}: use one model "
-            "for both."
+            "for both sentences, and equally many samples."
         )
     between = torch.lerp if how == "linear" else _slerp
     return Sentence(

@@ -40,8 +40,6 @@ def convert_to_depth(
     weights of the other layers. Raises `ValueError` for an empty range or one outside the stack, unknown settings, a
     model that has a depth block, quantized weights, and a stock Llama with the field `layer`.
     """
-    if not isinstance(model, CondenseForCausalLM | LlamaForCausalLM):
-        raise ValueError(f"the model is a {type(model).__name__}: pass a CondenseForCausalLM or a LlamaForCausalLM.")
     config = model.config
     check_not_quantized(config, f"a depth block in place of layers {first}:{end}")
     check_range(config, first, end)
@@ -85,17 +83,13 @@ def check_range(config: Any, first: int, end: int) -> None:
 
 def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) -> DepthSettings:
     """Returns the settings of a block in place of layers `first` to `end - 1`; see `convert_to_depth`."""
-    if fixed := settings.keys() & {"position", "num_replaced"}:
-        raise ValueError(f"{', '.join(sorted(fixed))}: `first` and `end` say which layers are replaced: leave it out.")
     if field == "layer":
         settings = {"alpha": float(end - first)} | settings
-    return DepthSettings.from_dict({"position": first, "num_replaced": end - first, "field": field} | settings)
+    return DepthSettings.from_dict(dict(position=first, num_replaced=end - first, field=field, **settings))
 
 
 def _initialized(model: Any, replaced: nn.Module, make: Callable[[], Block], seed: int) -> Block:
     """Makes a block with random weights from its own seed, in the replaced layer's dtype and on its device."""
-    if not isinstance(seed, int):
-        raise ValueError(f"seed={seed!r}: pass a whole number.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         block = make()

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..choices import check_choice
 from ..modeling import CondenseForCausalLM
 from .block import DepthBlock
 from .fields import MLPField
@@ -156,12 +157,6 @@ def _draw_features(field: MLPField, gain: float, seed: int) -> None:
 
 def _check_models(model: CondenseForCausalLM, original: CondenseForCausalLM) -> DepthBlock:
     """Returns the model's block; `original` has the layers that it replaces."""
-    for name, given in (("model", model), ("original", original)):
-        if not isinstance(given, CondenseForCausalLM):
-            raise ValueError(
-                f"{name}: a {type(given).__name__}: pass folded models: load its checkpoint with "
-                "CondenseForCausalLM.from_pretrained."
-            )
     blocks = [layer for layer in model.model.layers if isinstance(layer, DepthBlock)]
     if not blocks:
         raise ValueError("the model does not have a depth block to fit: make one with convert_to_depth.")
@@ -185,12 +180,9 @@ def _check_settings(block: DepthBlock, path: str, gain: float | None, ridge: flo
             f"the field {block.settings.field!r} is not linear in its last weights: fit one with field='mlp'; a field "
             "'layer' begins with the weights of the first replaced layer."
         )
-    if path not in ("straight", "layers"):
-        raise ValueError(f"path={path!r}: choose 'straight' or 'layers'.")
-    if gain is not None and not 0 < gain < math.inf:
-        raise ValueError(f"gain={gain!r}: pass a finite number above 0, such as 1, or None to keep W1 and b1.")
-    if not 0 <= ridge < math.inf:
-        raise ValueError(f"ridge={ridge!r}: pass a finite number, 0 or more, such as 1e-6.")
+    check_choice("path", path, ("straight", "layers"))
+    if not (gain is None or 0 < gain < math.inf) or not 0 <= ridge < math.inf:
+        raise ValueError(f"gain={gain!r}, ridge={ridge!r}: pass a gain above 0, or None to keep W1, and a ridge >= 0.")
     if not float(block.alpha.abs()):
         raise ValueError("alpha=0: the flow stands still whatever its field is: pass alpha=0.1 to convert_to_depth.")
     return block.field

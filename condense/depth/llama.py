@@ -166,9 +166,7 @@ class DepthLlamaForCausalLM(NoContinuousBatching, LlamaForCausalLM):
 
 def check_stock(depth: dict[str, Any] | None, num_layers: int) -> DepthSettings:
     """Returns the settings of a stock Llama's block. Raises `ValueError` for settings that only a folded model has."""
-    if depth is None:
-        raise ValueError("depth=None: make the model with condense.depth.convert_to_depth.")
-    settings = DepthSettings.from_dict(depth)
+    settings = DepthSettings.from_dict(depth or {})
     if settings.field == "layer":
         raise ValueError(
             "a stock Llama can't have the field 'layer', whose attention needs the cache of a folded model: fold the "

@@ -47,8 +47,6 @@ class DepthSettings:
         _check_name("field", self.field, FIELDS)
         _check_name("solver", self.solver, FIXED_SOLVERS + ADAPTIVE_SOLVERS)
         _check_name("gradient", self.gradient, GRADIENTS)
-        if not isinstance(self.learn_alpha, bool):
-            raise ValueError(f"depth: learn_alpha={self.learn_alpha!r}: pass True or False.")
         if self.field == "layer" and self.field_size is not None:
             raise ValueError(f"depth: field_size={self.field_size!r}: the field 'layer' has the width of a layer.")
         lowest = {"position": 0, "num_replaced": 1, "control_size": 0, "steps": 1, "max_evaluations": 1}
@@ -57,12 +55,13 @@ class DepthSettings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ValueError(f"depth: {name}={value!r}: pass a whole number of at least {low}.")
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and 0 < value < 1):
-                raise ValueError(f"depth: {name}={value!r}: pass a tolerance above 0 and below 1, such as 1e-3.")
-        if not (isinstance(self.alpha, int | float) and isfinite(self.alpha)):
-            raise ValueError(f"depth: alpha={self.alpha!r}: pass a number, such as 0.1.")
+        for name, value, fits in (
+            ("rtol", self.rtol, lambda number: 0 < number < 1),
+            ("atol", self.atol, lambda number: 0 < number < 1),
+            ("alpha", self.alpha, isfinite),
+        ):
+            if not (isinstance(value, int | float) and fits(value)):
+                raise ValueError(f"depth: {name}={value!r}: pass a number, as a tolerance one above 0 and below 1.")
         if self.field == "layer" and self.is_adaptive:
             raise ValueError(
                 f"depth: solver={self.solver!r} gives each token its own steps, and the field 'layer' attends to "
@@ -87,13 +86,9 @@ class DepthSettings:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "DepthSettings":
         """Inverts `to_dict`. Raises `ValueError` for unknown names."""
-        if not isinstance(given, Mapping):
-            raise ValueError(f"depth={given!r}: make the model with condense.depth.convert_to_depth.")
         names = [field.name for field in fields(cls)]
         for name in given:
             _check_name("setting", name, names)
-        if missing := {"position", "num_replaced"} - given.keys():
-            raise ValueError(f"depth: {', '.join(sorted(missing))} is missing: make the model with convert_to_depth.")
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:

@@ -192,12 +192,18 @@ def test_other_caches_are_refused():
     with pytest.raises(ValueError, match="the cache is a tuple: pass a FoldedCache"):
         tiny_model().generate(random_ids(1, 4), max_new_tokens=2, past_key_values=((),))
     for name, fields, options, words in (
-        ("offloaded", {}, {}, "cache_implementation='offloaded'.*'static'.*'dynamic'"),
         ("static", {}, {"past_key_values": cache}, "='static' makes a cache, and another is given as cache"),
         ("static", flex, {}, "='static' has no step for attn.*or leave it out"),
     ):
         with pytest.raises(ValueError, match=words):
             tiny_model(**fields).generate(random_ids(1, 4), max_new_tokens=2, cache_implementation=name, **options)
+
+
+def test_a_cache_of_transformers_has_no_effect(caplog):
+    model, ids = tiny_model(), random_ids(1, 8)
+    output = generated(model, ids, cache_implementation="offloaded", return_dict_in_generate=True)
+    assert type(output.past_key_values) is FoldedCache and torch.equal(output.sequences, generated(model, ids))
+    assert caplog.text.count("cache_implementation='offloaded' has no effect") == 1
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -435,7 +441,7 @@ def test_forward_refuses_arguments_without_effect():
     torch.testing.assert_close(accepted, expected, atol=0, rtol=0)
     with pytest.raises(ValueError, match="cache_position"):
         model(ids, cache_position=torch.tensor([0, 1, 2, 5, 6, 7, 8]))
-    with pytest.raises(ValueError, match="output_attentions=True"):
+    with pytest.raises(TypeError, match="output_attentions"):
         model.generate(ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
     with pytest.raises(TypeError, match="duration'"):
         model(ids, duration=torch.ones(1, 7))

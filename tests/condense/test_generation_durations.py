@@ -136,11 +136,8 @@ def test_continued_cache(model):
     [
         ({"durations": torch.ones(1, 7)}, r"durations of shape \(1, 7\).*\(2, 7\)"),
         ({"durations": torch.ones(2, 8), "num_beams": 2}, r"durations of shape \(2, 8\).*\(2, 7\)"),
-        ({"durations": [[1.0] * 7] * 2}, "durations is a list"),
-        ({"new_token_duration": "long"}, "new_token_duration is a str"),
         ({"new_token_duration": -1}, "not negative"),
-        ({"new_token_duration": lambda step: torch.ones(3)}, r"shape \(3,\) at step 0.*\(2,\)"),
-        ({"new_token_duration": lambda step: "long"}, "'long' at step 0"),
+        ({"new_token_duration": lambda step: torch.ones(3)}, "at step 0: .* one for each of 2"),
         ({"new_token_duration": 1.0, "guidance_scale": 1.5}, "guidance_scale"),
     ],
 )

@@ -151,12 +151,12 @@ def test_missing_shards_and_damaged_indices_are_refused(folder):
     assert len(list(folder.glob("*.safetensors"))) > 2 and not (folder / "model.safetensors").exists()
     load_model(LlamaForCausalLM, folder)
     sorted(folder.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(ValueError, match=r"lacks model-00002-of-.*, which model.safetensors.index.json names"):
+    with pytest.raises(ValueError, match=r"lacks model-00002-of-"):
         load_model(LlamaForCausalLM, folder)
     load_config(CondenseConfig, folder)  # a config needs no weights
     for wrong in ('{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["x"]}}', "{}"):
         (folder / "model.safetensors.index.json").write_text(wrong)
-        assert_refused("has no weight_map of file names", load_model, LlamaForCausalLM, folder)
+        assert_refused("shards lacks|shards' can't be loaded", load_model, LlamaForCausalLM, folder)
 
 
 @pytest.mark.parametrize("source", ["model", "tokenizer"])
@@ -176,7 +176,7 @@ def test_code_of_a_model_is_not_run(source, folder, stories, tmp_path, monkeypat
     else:
         fields = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.C", "evil.C"]}}
         change(folder / "tokenizer_config.json", **fields)
-        assert_refused("can't be loaded", load_tokenizer, folder, CondenseConfig(vocab_size=512))
+        assert_refused("contains custom code", load_tokenizer, folder, CondenseConfig(vocab_size=512))
     assert not (tmp_path / "ran").exists()
 
 

@@ -61,7 +61,7 @@ def test_one_share_above_0_carries_further_than_the_layers():
         ({"memory_share": 0.3}, r"layer 0 was made with the memory share 1.0, and .* pass memory_share"),
         ({"memory_share": [1.0, 1.0, 0.0]}, r"layer 2 was made with the memory share 1.0, and .* pass memory_share"),
         ({"memory_source": "layer_input"}, r"layer 0 was made with the memory share 1.0, and .* pass memory_share"),
-        ({"memory_share": [1.0, 1.0]}, "has 2 numbers for 3 layers"),
+        ({"memory_share": [1.0, 1.0]}, "one for each of 3 layers"),
         ({"segment_length": 0}, "segment_length=0 is not a number of at least 1"),
         ({"schedule": "other"}, "schedule='other'"),
     ],

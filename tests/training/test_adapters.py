@@ -291,12 +291,12 @@ def test_adapters_of_another_model_and_folders_without_them(recipe, finished, tm
     for arguments, words in [
         (["convert", str(start), "unused", "--merge", str(start)], "it has no adapter_config.json"),
         (["convert", str(other), "unused", "--merge", str(finished)], "they were trained on"),
-        (["convert", str(finished), "unused"], "holds adapters, not a model: merge them with condense convert"),
+        (["convert", str(finished), "unused"], "holds no config.json: merge its adapters with condense convert"),
         (
             ["generate", "--model", str(finished), "--prompt", "A"],
-            f"the model that they were trained on, {str(start)!r}.",
+            f"merge its adapters with condense convert {start} TARGET --merge {finished}",
         ),
-        (["eval", "fold-cost", "--model", str(finished), "--output", "unused"], "trained on, "),
+        (["eval", "fold-cost", "--model", str(finished), "--output", "unused"], f"condense convert {start} TARGET"),
     ]:
         monkeypatch.setattr(sys, "argv", ["condense", *arguments])
         with pytest.raises(SystemExit):

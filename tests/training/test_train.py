@@ -418,10 +418,10 @@ def test_damaged_and_missing_checkpoints_are_refused_by_name(stages, finished, t
     with pytest.raises(ValueError, match="checkpoint-8 is damaged: model.safetensors is missing.*Delete the folder"):
         find_checkpoint(recipe)
     assert "checkpoint-8 is damaged: model.safetensors is missing" in fails(stages, tmp_path)
-    for text, words in (("{", "is damaged: complete.json is not readable"), (None, "was never completed")):
+    for text in ("{", None):
         marker = tmp_path / "checkpoint-4" / MARKER
         marker.unlink() if text is None else marker.write_text(text)
-        with pytest.raises(ValueError, match=f"checkpoint-4 {words}"):
+        with pytest.raises(ValueError, match="checkpoint-4 was never completed, or its complete.json is damaged"):
             find_checkpoint(load_recipe(stages, ["output=new", f"resume={marker.parent}"]))
     with pytest.raises(ValueError, match="there is no checkpoint nowhere"):
         find_checkpoint(load_recipe(stages, ["resume=nowhere"]))

@@ -39,15 +39,14 @@ class BlockDiffusion(ObjectiveKind):
         if recipe.gradient_checkpointing:
             raise ValueError("objective.kind='block_diffusion' has no gradient checkpointing: set it to false")
         data = recipe.data
-        if isinstance(data, TextData) and data.fit == "pack":
-            raise ValueError("objective.kind='block_diffusion' takes texts of one length: set data.fit=cut")
+        packs = isinstance(data, TextData) and data.fit == "pack"
         may_be_alike = isinstance(data, TextData | SampleData) or (
             isinstance(data, GeneratedData) and data.shortest == 1
         )
-        if recipe.micro_batch > 1 and not may_be_alike:
+        if packs or (recipe.micro_batch > 1 and not may_be_alike):
             raise ValueError(
-                "objective.kind='block_diffusion' takes texts of one length in a micro-batch, and those of data.task="
-                f"{data.task} differ: set micro_batch=1"
+                "objective.kind='block_diffusion' takes texts of one length in a micro-batch: set data.fit=cut, or "
+                "micro_batch=1"
             )
         if isinstance(data, GeneratedData) and data.background:
             raise ValueError(
@@ -59,8 +58,8 @@ class BlockDiffusion(ObjectiveKind):
     def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
         block_config(config, self.block_length)
 
-    def check_zero_3(self) -> None:
-        raise ValueError("objective.kind='block_diffusion' makes its model of whole weights: use ZeRO-2")
+    def obstacle_to_zero_3(self) -> str:
+        return "objective.kind='block_diffusion' makes its model of whole weights"
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         return to_block_diffusion(model, self.block_length)
@@ -82,7 +81,6 @@ class BlockDiffusion(ObjectiveKind):
         return Losses(torch.stack(losses).sum(), torch.stack(sums).sum(0), torch.stack(targets).sum(0))
 
     def _losses(self, model, batch, num_targets, generator: torch.Generator | None) -> Losses:
-        if "attention_mask" in batch:
-            raise ValueError("objective.kind='block_diffusion' takes texts of one length: set data.fit=cut")
+        assert "attention_mask" not in batch
         loss = likelihood_bound(model, batch["input_ids"], batch["labels"], generator).sum()
         return Losses(loss / num_targets, loss.detach()[None], self.num_targets(batch)[None])

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from condense.choices import check_choice
+
 from ..data.digits import MAX_VALUE, SIDE
 
 SCHEDULE = "squaredcos_cap_v2"
@@ -83,8 +85,7 @@ def sample(
     """
     from diffusers import DDIMScheduler, DDPMScheduler
 
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler={sampler!r} is unknown: choose one of {', '.join(SAMPLERS)}.")
+    check_choice("sampler", sampler, SAMPLERS)
     total = model.config.steps
     steps = total if steps is None else steps
     if steps < 1 or total % steps:

@@ -29,19 +29,12 @@ class FreeRunning(ObjectiveKind):
     @model_validator(mode="after")
     def _check_tree(self):
         for name, value in (("samples", self.samples), ("width", self.width)):
-            if self.feedback == "branch" and value is None:
-                raise ValueError(f"feedback=branch needs samples and width: set objective.{name}")
-            if self.feedback != "branch" and value is not None:
-                raise ValueError(
-                    f"{name}={value} belongs to feedback=branch, not to feedback={self.feedback}: leave it out"
-                )
+            if (self.feedback == "branch") != (value is not None):
+                raise ValueError(f"{name}={value} with feedback={self.feedback}: only feedback=branch has it")
         return self
 
-    def check_zero_3(self) -> None:
-        if self.steps > 1:
-            raise ValueError(
-                f"under ZeRO-3, objective.steps={self.steps} gathers all weights for each token: use ZeRO-2."
-            )
+    def obstacle_to_zero_3(self) -> str | None:
+        return f"objective.steps={self.steps} gathers all weights for each token" if self.steps > 1 else None
 
     def losses(self, model: Any, batch: dict[str, torch.Tensor], num_targets: torch.Tensor | int) -> Losses:
         if self.steps == 1:

@@ -33,9 +33,9 @@ class MissingTargets(ObjectiveKind):
 
     needs_places: ClassVar[bool] = True
 
-    def check_zero_3(self) -> None:
-        if self.rate and self.unknown == "free_run":
-            raise ValueError("under ZeRO-3, objective.unknown=free_run gathers all weights for each token: use ZeRO-2.")
+    def obstacle_to_zero_3(self) -> str | None:
+        runs = self.rate and self.unknown == "free_run"
+        return "objective.unknown=free_run gathers all weights for each token" if runs else None
 
     def missing(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns True [B, N] at the labels that are missing; without `fixed`, each call draws others."""

@@ -30,9 +30,8 @@ class MultiToken(ObjectiveKind):
                 f"choose at most {shortest - 1} tokens, or longer texts"
             )
 
-    def check_zero_3(self) -> None:
-        if self.tokens > 1:
-            raise ValueError("objective.kind='multi_token' adds heads to the model: use ZeRO-2, not ZeRO-3.")
+    def obstacle_to_zero_3(self) -> str | None:
+        return "objective.kind='multi_token' adds heads to the model" if self.tokens > 1 else None
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         return model if self.tokens == 1 else MultiTokenForCausalLM.from_base(model, self.tokens)

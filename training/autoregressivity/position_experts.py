@@ -34,9 +34,8 @@ class PositionExperts(ObjectiveKind):
                     f"objective.experts={self.experts} does not divide total_length={length}: change one of them"
                 )
 
-    def check_zero_3(self) -> None:
-        if self.experts > 1:
-            raise ValueError("objective.kind='position_experts' makes copies of the model: use ZeRO-2, not ZeRO-3.")
+    def obstacle_to_zero_3(self) -> str | None:
+        return "objective.kind='position_experts' makes copies of the model" if self.experts > 1 else None
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         if self.experts == 1:

@@ -134,12 +134,12 @@ class SpeechRateObjective(ObjectiveKind):
     @model_validator(mode="after")
     def _check_judge(self):
         by_difficulty = self.schedule in ("hard_long", "hard_short")
-        if by_difficulty and (self.judge is None or not (Path(self.judge) / FILE).is_file()):
-            raise ValueError(f"judge={self.judge!r} is not a folder with {FILE}: schedule={self.schedule} needs one")
-        if not by_difficulty and self.judge is not None:
-            raise ValueError(f"judge={self.judge!r} belongs to hard_long and hard_short: leave it out")
-        if self.schedule == "even" and self.shuffled:
-            raise ValueError("shuffled=true changes nothing of schedule=even: leave it out")
+        has_judge = self.judge is not None and (Path(self.judge) / FILE).is_file()
+        if by_difficulty != has_judge or (self.judge is not None and not has_judge):
+            raise ValueError(
+                f"judge={self.judge!r} with schedule={self.schedule}: hard_long and hard_short need a folder with "
+                f"{FILE}, and no other schedule has one"
+            )
         return self
 
     def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:

@@ -52,9 +52,8 @@ class SyntheticStates(ObjectiveKind):
     def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
         self._check_segments(getattr(config, "segment_length", None))  # even if the recipe does not set it
 
-    def check_zero_3(self) -> None:
-        if self.states:
-            raise ValueError("objective.kind='synthetic_states' reads embeddings outside of the model: use ZeRO-2.")
+    def obstacle_to_zero_3(self) -> str | None:
+        return "objective.kind='synthetic_states' reads embeddings outside of the model" if self.states else None
 
     def num_targets(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if not self.states:

@@ -41,12 +41,10 @@ def check(checkpoint: Path) -> dict:
         raise ValueError(f"there is no checkpoint {checkpoint}.")
     try:
         marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"checkpoint {checkpoint} was never completed: it has no {MARKER}. {remedy}") from error
-    except ValueError as error:
-        raise ValueError(f"checkpoint {checkpoint} is damaged: {MARKER} is not readable. {remedy}") from error
+    except (OSError, ValueError):
+        marker = None
     if not isinstance(marker, dict) or not marker.keys() >= FIELDS:
-        raise ValueError(f"checkpoint {checkpoint} is damaged: {MARKER} lacks {', '.join(sorted(FIELDS))}. {remedy}")
+        raise ValueError(f"checkpoint {checkpoint} was never completed, or its {MARKER} is damaged. {remedy}")
     for name, size in marker["files"].items():
         path = checkpoint / name
         found = path.stat().st_size if path.exists() else None

@@ -4,10 +4,11 @@ People walk about, carry things and hand them on; places lie beside each other. 
 sentences are here.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
+
+from condense.choices import check_choice
 
 if TYPE_CHECKING:  # the command line reads the kinds of stories only
     from numpy.random import Generator
@@ -227,15 +228,11 @@ KINDS = {
 
 
 def check_kinds(kinds: Sequence[str], most_facts: int) -> None:
-    """Raises `ValueError` for a kind that is unknown, is named twice, or needs more facts."""
+    """Raises `ValueError` for no kinds, and for a kind that is unknown or needs more facts."""
     if not kinds:
         raise ValueError(f"kinds is empty: name some of {', '.join(KINDS)}.")
     for kind in kinds:
-        if kind not in KINDS:
-            (nearest,) = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0)
-            raise ValueError(f"there is no kind {kind!r}; did you mean {nearest!r}? There are {', '.join(KINDS)}.")
-        if kinds.count(kind) > 1:
-            raise ValueError(f"kinds names {kind!r} twice: leave one out.")
+        check_choice("kind", kind, KINDS)
         if KINDS[kind].least > most_facts:
             raise ValueError(
                 f"facts={most_facts}, and the kind {kind!r} needs {KINDS[kind].least}: raise facts, or leave it out."

@@ -79,10 +79,8 @@ class PasskeyTask(GeneratedTask):
 
         Raises `ValueError` for impossible numbers, and for several keys if the tokenizer does not know their names.
         """
-        if num_keys < 1 or num_digits < 1:
-            raise ValueError(f"num_keys={num_keys} and num_digits={num_digits} have to be at least 1.")
-        if num_keys > 10**num_digits:
-            raise ValueError(f"there are no num_keys={num_keys} different keys of num_digits={num_digits}: raise it.")
+        if num_digits < 1 or not 1 <= num_keys <= 10**num_digits:
+            raise ValueError(f"num_keys={num_keys}, num_digits={num_digits}: pass 1 or more, with digits for all keys.")
         self.tokenizer, self.num_keys, self.num_digits = tokenizer, num_keys, num_digits
         self._encode = remembering_encoder(tokenizer)
         before, self.after = (first_tokens(tokenizer), []) if frame is None else frame

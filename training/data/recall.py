@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
+from condense.choices import check_choice
 from condense.text import first_tokens
 
 from .encoding import equally_long, remembering_encoder, unknown_words
@@ -96,18 +97,18 @@ class RecallTask(GeneratedTask):
         """
         self.tokenizer, self.pairs, self.form, self.num_questions = tokenizer, pairs, form, questions
         self.num_values, self.overwritten, self.brief = values, overwritten, brief
-        if form not in FORMS:
-            raise ValueError(f"there is no form={form!r}: choose from {', '.join(FORMS)}.")
+        check_choice("form", form, FORMS)
         self._encode = remembering_encoder(tokenizer)
         self._check_words()
         places, owners, self.words = (equally_long(self._encode, words) for words in (PLACES, OWNERS, VALUES))
         self.keys = list(map(" ".join, product(places, owners)))
-        if not 1 <= pairs <= len(self.keys):
-            raise ValueError(f"pairs={pairs}, and there are keys for 1 to {len(self.keys)} with this tokenizer.")
-        if not 1 <= values <= len(self.words):
-            raise ValueError(f"values={values}, and a key can have 1 to {len(self.words)} with this tokenizer.")
-        if not 0 <= overwritten <= 1:
-            raise ValueError(f"overwritten={overwritten} is not a share of the keys: pass 0 to 1.")
+        for name, value, least, most in (
+            ("pairs", pairs, 1, len(self.keys)),
+            ("values", values, 1, len(self.words)),
+            ("overwritten", overwritten, 0, 1),
+        ):
+            if not least <= value <= most:
+                raise ValueError(f"{name}={value}: pass {least} to {most}, which this tokenizer can write.")
         self.preamble = np.array(first_tokens(tokenizer) + tokenizer(PREAMBLE, add_special_tokens=False)["input_ids"])
         filler = [self._encode(f" {sentence}.") for sentence in FILLER.strip().rstrip(".").split(". ")]
         self.filler, self.filler_lengths = np.concatenate(filler), [len(sentence) for sentence in filler]

@@ -76,11 +76,12 @@ class ModelKind(Section):
     def check_machine(self) -> None:
         """Raises `ValueError` if this machine can't run the model."""
 
-    def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
-        """Raises `ValueError` if micro-batches of up to `tokens` tokens can't be trained under ZeRO-3.
+    def obstacle_to_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> str | None:
+        """Returns why micro-batches of up to `tokens` tokens can't be trained under ZeRO-3; None if they can.
 
         ZeRO-3 gathers a weight from all ranks for each use, so all ranks must use it equally often.
         """
+        return None
 
 
 def check_implemented(attention: str, names: Sequence[str], for_what: str) -> None:
@@ -205,13 +206,9 @@ class CondenseModel(ModelKind):
 
     def check(self, attention: str, gradient_checkpointing: bool) -> None:
         super().check(attention, gradient_checkpointing)
-        if self.offload_memories and not gradient_checkpointing:
-            raise ValueError("model.offload_memories=true offloads checkpoints: set gradient_checkpointing=true too")
-        if self.checkpoint_segments not in (None, 1) and not gradient_checkpointing:
-            raise ValueError(
-                f"model.checkpoint_segments={self.checkpoint_segments} is for gradient checkpointing: set "
-                "gradient_checkpointing=true too"
-            )
+        if (self.offload_memories or self.checkpoint_segments not in (None, 1)) and not gradient_checkpointing:
+            name = "offload_memories" if self.offload_memories else "checkpoint_segments"
+            raise ValueError(f"model.{name} is for gradient checkpointing: set gradient_checkpointing=true too")
         if self.schedule == "wavefront" and gradient_checkpointing and self.checkpoint_segments == 1:
             raise ValueError(
                 "gradient checkpointing computes each segment again alone, but model.schedule=wavefront runs several: "
@@ -224,17 +221,15 @@ class CondenseModel(ModelKind):
         if self.schedule == "graph" and not torch.cuda.is_available():
             raise ValueError("model.schedule=graph replays CUDA graphs, and there is no GPU: set another schedule.")
 
-    def check_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> None:
+    def obstacle_to_zero_3(self, tokens: int, vocab_size: int, equal_lengths: bool) -> str | None:
         if self.schedule in ("wavefront", "graph"):
-            raise ValueError(
-                f"schedule={self.schedule!r} calls many layers at once, and ZeRO-3 gathers the weights of one: set "
-                "model.schedule='sequential' (or 'auto'), or use ZeRO-2."
-            )
+            return f"model.schedule={self.schedule!r} calls many layers at once"
         if not equal_lengths and tokens > max_tokens(vocab_size):  # ranks would take the loss in unequal numbers
-            raise ValueError(
-                f"under ZeRO-3, micro-batches of texts of unequal lengths hold at most {max_tokens(vocab_size)} tokens "
-                f"with a vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}: use ZeRO-2."
+            return (
+                f"micro-batches of texts of unequal lengths hold at most {max_tokens(vocab_size)} tokens with a "
+                f"vocabulary of {vocab_size}, and micro_batch x total_length is {tokens}"
             )
+        return None
 
 
 @MODELS.register

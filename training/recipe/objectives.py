@@ -50,8 +50,9 @@ class ObjectiveKind(Section):
     def check_model(self, config: Any, tokenizer: Any, recipe: Any) -> None:
         """Raises `ValueError` for a model that does not fit, before its weights and any documents are read."""
 
-    def check_zero_3(self) -> None:
-        """Raises `ValueError` for what this objective can't do with weights that ZeRO-3 has divided among ranks."""
+    def obstacle_to_zero_3(self) -> str | None:
+        """Returns what this objective can't do with weights that ZeRO-3 has divided among ranks; None for nothing."""
+        return None
 
     def prepare_model(self, model: Any, recipe: Any) -> Any:
         """Returns the model to train, made of the recipe's before a checkpoint is loaded."""

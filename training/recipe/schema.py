@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
-from condense.configuration import ATTENTION_IMPLEMENTATIONS
+from condense.configuration import ATTENTION_IMPLEMENTATIONS, WITHOUT_DROPOUT
 
 from ..data.digits import NUM_HELD_OUT, NUM_PIXELS
-from .data import Data, GeneratedData, SampleData, Source
+from .data import Data, DocumentData, GeneratedData, SampleData, Source
 from .models import MODELS, ModelKind
 from .objectives import OBJECTIVES, NextToken, ObjectiveKind
 from .section import MAY_CHANGE, MAY_CHANGE_FROM_HERE, Section, one_of
@@ -234,7 +234,7 @@ def _check_length(recipe: Recipe) -> None:
 
 def _check_model(recipe: Recipe) -> None:
     recipe.model.check(recipe.attention, recipe.gradient_checkpointing)
-    if recipe.attention in ("blocked", "flex_attention") and recipe.attention_dropout:
+    if recipe.attention in WITHOUT_DROPOUT and recipe.attention_dropout:
         raise ValueError(f"attention={recipe.attention} has no dropout: set attention_dropout=0, or attention=auto")
     if getattr(recipe.model, "schedule", None) == "graph" and recipe.attention_dropout:
         raise ValueError("model.schedule=graph has no dropout: set attention_dropout=0, or another schedule")
@@ -242,8 +242,8 @@ def _check_model(recipe: Recipe) -> None:
 
 def _check_data(recipe: Recipe) -> None:
     data = recipe.data
-    if recipe.evaluation and recipe.evaluation.sources and isinstance(data, GeneratedData | SampleData):
-        raise ValueError(f"evaluation.sources: data.task={data.task} generates its texts: leave the sources out")
+    if recipe.evaluation and recipe.evaluation.sources and not isinstance(data, DocumentData):
+        raise ValueError(f"evaluation.sources: data.task={data.task} has its own texts: leave the sources out")
     if recipe.objective.needs_places and isinstance(data, GeneratedData):
         raise ValueError(
             f"objective.kind={recipe.objective.kind!r} draws once for each place in the data, and the texts of "
@@ -275,8 +275,6 @@ def _check_images(recipe: Recipe) -> None:
     lengths = {stage.total_length for stage in recipe.stages or ()}
     if lengths != {NUM_PIXELS}:
         raise ValueError(f"an image has {NUM_PIXELS} pixels, and the stages have {sorted(lengths)}: set total_length")
-    if recipe.evaluation and recipe.evaluation.sources:
-        raise ValueError("evaluation.sources: the images to validate with are fixed: leave the sources out")
     if recipe.evaluation and recipe.evaluation.sequences > NUM_HELD_OUT:
         raise ValueError(
             f"evaluation.sequences={recipe.evaluation.sequences}, and {NUM_HELD_OUT} images are held out: ask for fewer"

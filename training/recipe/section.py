@@ -77,8 +77,7 @@ class Registry(Generic[S]):
     def register(self, section: type[S]) -> type[S]:
         """Adds a class under the default of its field `kind`; a decorator."""
         name = section.model_fields["kind"].default
-        if name in self.kinds:
-            raise ValueError(f"kind={name!r} is already registered: choose another name.")
+        assert name not in self.kinds
         self.kinds[name] = section
         return section
 

@@ -73,12 +73,6 @@ def test_no_scores_are_saved_for_the_backward_pass():
     assert saved == [tensor.data_ptr() for tensor in (query, key, value)]
 
 
-def test_dropout_is_refused():
-    (query, key, value), _, mask = inputs(CHUNKS["memory"], False)
-    with pytest.raises(ValueError, match=r"attention_dropout=0.1 to 0 or use sdpa"):
-        IMPLEMENTATIONS["blocked"](query, key, value, mask, 0.3, 0.1)
-
-
 @pytest.mark.parametrize("schedule", ["sequential", "wavefront"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_models_gradients_equal_those_of_sdpa(schedule, checkpointing):

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from condense import CondenseConfig, CondenseForCausalLM, to_stock
-from condense.depth import MLPField, convert_to_depth, fit_field, missed_share, to_depth_llama
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.depth import MLPField, convert_to_depth, fit_field, missed_share
 from condense.depth.initialization import LinearFit, layer_states
 
 from ..models import tiny_model
@@ -146,12 +146,8 @@ def test_the_missed_share_of_a_flow_that_stands_still_and_of_the_mean_change(ori
 
 
 def test_only_folded_models(original):
-    model, llama = converted(original), to_stock(original)
+    model = converted(original)
     for call in (fit_field, missed_share):
-        with pytest.raises(ValueError, match="original: a LlamaForCausalLM: pass folded models.*CondenseForCausalLM"):
-            call(model, llama, IDS)
-        with pytest.raises(ValueError, match="model: a DepthLlamaForCausalLM: pass folded models"):
-            call(to_depth_llama(model), original, IDS)
         with pytest.raises(ValueError, match="not have a depth block.*convert_to_depth"):
             call(original, original, IDS)
         with pytest.raises(ValueError, match="a model of 3 layers: pass the model of 4"):
@@ -164,13 +160,13 @@ def test_refusals(original):
     with pytest.raises(ValueError, match="field 'layer' is not linear.*field='mlp'"):
         fit_field(converted(original, field="layer"), original, IDS)
     model = converted(original)
-    with pytest.raises(ValueError, match="path='curved': choose 'straight' or 'layers'"):
+    with pytest.raises(ValueError, match="path='curved' is not known"):
         fit_field(model, original, IDS, path="curved")
     for ridge in (-1, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"ridge={ridge}: pass a finite number, 0 or more"):
+        with pytest.raises(ValueError, match=f"ridge={ridge}: pass a gain"):
             fit_field(model, original, IDS, ridge=ridge)
     for gain in (0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"gain={gain}: pass a finite number above 0"):
+        with pytest.raises(ValueError, match=f"gain={gain}, .*pass a gain above 0"):
             fit_field(model, original, IDS, gain=gain)
     with pytest.raises(ValueError, match="alpha=0: the flow stands still"):
         fit_field(converted(original, alpha=0.0), original, IDS)

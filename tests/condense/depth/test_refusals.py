@@ -37,16 +37,15 @@ def test_ranges_that_are_empty_reversed_or_outside(first, end):
         ({"solver": "RK4"}, "solver='RK4' is not known"),
         ({"field": "mlp-tau"}, "field='mlp-tau' is not known: did you mean 'mlp_tau'?"),
         ({"gradient": "ajoint"}, "did you mean 'adjoint'?"),
-        ({"rtol": 0}, "rtol=0: pass a tolerance above 0 and below 1, such as 1e-3"),
-        ({"atol": -1e-3}, "atol=-0.001: pass a tolerance"),
-        ({"rtol": float("nan")}, "rtol=nan: pass a tolerance"),
+        ({"rtol": 0}, "rtol=0: pass a number, as a tolerance one above 0 and below 1"),
+        ({"atol": -1e-3}, "atol=-0.001: pass a number"),
+        ({"rtol": float("nan")}, "rtol=nan: pass a number"),
         ({"steps": 0}, "steps=0: pass a whole number of at least 1"),
         ({"steps": 2.5}, "steps=2.5: pass a whole number"),
         ({"max_evaluations": 0}, "max_evaluations=0: pass a whole number of at least 1"),
         ({"control_size": -1}, "control_size=-1: pass a whole number of at least 0"),
         ({"field_size": 0}, "field_size=0: pass a whole number of at least 1"),
         ({"alpha": float("inf")}, "alpha=inf: pass a number"),
-        ({"learn_alpha": "no"}, "learn_alpha='no': pass True or False"),
         ({"field": "layer", "field_size": 8}, "the field 'layer' has the width of a layer"),
         ({"field": "layer", "solver": "dopri5"}, "attends to other tokens at the same depth: choose one of euler"),
         ({"field": "layer", "gradient": "adjoint"}, "choose gradient='direct', with gradient checkpointing"),
@@ -62,7 +61,6 @@ def test_conversion_refuses_what_it_cannot_convert():
     model = tiny_model()
     for changes, message in (
         ({"step": 1}, r"setting='step' is not known: did you mean 'steps'"),
-        ({"position": 2}, "`first` and `end` say which layers"),
         ({"solver": "eule"}, "did you mean 'euler'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -70,8 +68,6 @@ def test_conversion_refuses_what_it_cannot_convert():
     assert model.config.depth is None
     with pytest.raises(ValueError, match="a depth block at position 1: a model has one"):
         convert_to_depth(convert_to_depth(model, 1, 2), 0, 1)
-    with pytest.raises(ValueError, match=r"is a Linear: pass a CondenseForCausalLM"):
-        convert_to_depth(torch.nn.Linear(1, 1), 0, 1)
 
 
 def test_configurations_written_by_hand():
@@ -81,7 +77,6 @@ def test_configurations_written_by_hand():
     for depth, message in (
         ({"position": 3, "num_replaced": 1, "field_size": 8}, "position=3 in a stack of 3 layers"),
         ({"position": 1, "num_replaced": 1}, "field_size is missing: pass the field's width"),
-        ({"num_replaced": 1}, "position is missing: make the model with convert_to_depth"),
         ({**given, "slover": "euler"}, "setting='slover' is not known: did you mean 'solver'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -95,7 +90,7 @@ def test_set_solver():
     for solver, changes, message in (
         ("dopri6", {}, "did you mean 'dopri5'"),
         ("euler", {"alpha": 1}, "set_solver changes steps, rtol, atol, max_evaluations, gradient, not alpha"),
-        ("dopri5", {"rtol": 0}, "rtol=0: pass a tolerance"),
+        ("dopri5", {"rtol": 0}, "rtol=0: pass a number"),
     ):
         with pytest.raises(ValueError, match=message):
             set_solver(model, solver, **changes)
@@ -119,9 +114,7 @@ def test_a_solver_library_that_is_missing(monkeypatch):
         (torch.zeros(1, 2), r"control of shape \(1, 2\)"),
         (torch.zeros(2, 5, 2), r"or for each token, \(2, 6, 2\)"),
         (torch.zeros(2), r"control of shape \(2,\)"),
-        (torch.zeros(2, 2, dtype=torch.long), "control is torch.int64: pass floating-point numbers"),
         (torch.full((2, 2), float("nan")), "control has values that are not finite"),
-        ([1.0, 2.0], "control is a list: pass a tensor"),
     ],
 )
 def test_a_control_that_does_not_fit(control, message):
@@ -136,12 +129,6 @@ def test_a_control_that_ends_before_the_prompt():
     for model in (depth_model(), to_depth_llama(depth_model())):
         with pytest.raises(ValueError, match="control has 4 columns and the prompt 6: pass one for each token"):
             model.generate(random_ids(2, 6), control=torch.zeros(2, 4, 2), max_new_tokens=2)
-
-
-@pytest.mark.parametrize("control", [torch.zeros(2), [1.0, -1.0], 1.0])
-def test_generate_refuses_what_is_no_control(control):
-    with pytest.raises(ValueError, match=r"pass a tensor \[texts, components\] or"):
-        depth_model().generate(random_ids(2, 5), control=control, max_new_tokens=2)
 
 
 def test_a_control_for_a_model_that_takes_none():

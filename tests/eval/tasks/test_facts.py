@@ -219,7 +219,7 @@ def test_mistakes_are_named(tokenizer, tmp_path):
     model = Says(tokenizer, "cellar")
     evaluated = EvaluatedModel("says", "", model, tokenizer)
     assert_refused("6 facts .* and 50 are allowed", cells_of, evaluated, lengths=[200, 50])
-    assert_refused("did you mean 'two_facts'", FactsOptions, models=[], kinds=("tow_facts",))
+    assert_refused("kind='tow_facts' is not known", FactsOptions, models=[], kinds=("tow_facts",))
     wrong = {"num_facts": 1, "kinds": ("three_facts",)}
     assert_refused("facts=1, and the kind 'three_facts' needs 3", FactsOptions, models=[], **wrong)
     assert_refused("names 100 twice", FactsOptions, models=[], lengths=(100, 100))

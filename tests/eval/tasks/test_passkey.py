@@ -182,7 +182,7 @@ def test_mistakes_are_named(tmp_path, oracle):
     assert_refused("there is no folder 'nowhere'", evaluate, "passkey", tmp_path, models=["nowhere"], lengths=[80])
     assert_refused("two models are called", evaluate, "passkey", tmp_path, models=["a/x", "b/x"], lengths=[80])
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
-    assert_refused("holds no model.safetensors", evaluate, "passkey", tmp_path, models=[str(tmp_path)], lengths=[80])
+    assert_refused("lacks model.safetensors", evaluate, "passkey", tmp_path, models=[str(tmp_path)], lengths=[80])
 
 
 @pytest.mark.parametrize(

@@ -239,11 +239,11 @@ def test_cells_do_not_depend_on_the_batches(monkeypatch):
     ("options", "message"),
     [
         ({"pairs": (1, 32), "lengths": (1024, 200)}, "--lengths 200, in tokens of .* pairs=32 .* need 214"),
-        ({"pairs": (600,)}, "pairs=600, and there are keys for 1 to 576"),
+        ({"pairs": (600,)}, "pairs=600: pass 1 to 576"),
         ({"forms": ("two",)}, "unknown form 'two': choose from single, multi_value, overwritten"),
         ({"pairs": (2, 2)}, "twice"),
         ({"overwritten": 1.5}, "a share of 1.5: pass 0 to 1"),
-        ({"values": 40, "forms": ("multi_value",)}, "values=40, and a key can have 1 to 32"),
+        ({"values": 40, "forms": ("multi_value",)}, "values=40: pass 1 to 32"),
     ],
 )
 def test_mistakes_are_named(options, message):

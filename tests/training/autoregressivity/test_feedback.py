@@ -217,10 +217,10 @@ def test_contradictions_are_refused(tmp_path):
     for overrides, message in {
         ("steps=0",): "objective.steps",
         ("feedback=beam",): "'argmax', 'sample', 'branch' or 'expected'",
-        ("feedback=branch",): "feedback=branch needs samples and width: set objective.samples",
-        ("feedback=branch", "samples=2"): "feedback=branch needs samples and width: set objective.width",
-        ("samples=2",): "samples=2 belongs to feedback=branch, not to feedback=argmax: leave it out",
-        ("feedback=sample", "width=2"): "width=2 belongs to feedback=branch, not to feedback=sample: leave it out",
+        ("feedback=branch",): "samples=None with feedback=branch",
+        ("feedback=branch", "samples=2"): "width=None with feedback=branch",
+        ("samples=2",): "samples=2 with feedback=argmax: only feedback=branch has it",
+        ("feedback=sample", "width=2"): "width=2 with feedback=sample: only feedback=branch has it",
         ("feedback=branch", "samples=0", "width=1"): "objective.samples",
     }.items():
         with pytest.raises(ValueError, match=message):

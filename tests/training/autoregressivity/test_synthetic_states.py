@@ -122,5 +122,5 @@ def test_refusals(tmp_path):
         load_recipe(path, ["data={task: passkey}"])
     with pytest.raises(ValueError, match="greater than or equal to 0"):
         OBJECTIVES.parse({"kind": "synthetic_states", "states": -1})
-    with pytest.raises(ValueError, match="use ZeRO-2"):
-        SyntheticStates(states=1).check_zero_3()
+    assert "outside of the model" in SyntheticStates(states=1).obstacle_to_zero_3()
+    assert SyntheticStates(states=0).obstacle_to_zero_3() is None

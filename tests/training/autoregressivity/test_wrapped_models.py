@@ -166,7 +166,7 @@ def test_what_cannot_train_is_refused_before_it_begins(recipe, tmp_path):
     assert "stages have [40, 120]: choose split=modulo" in refused(recipe, EXPERTS % (2, "interval"), stages)
     for objective in (HEADS % 2, EXPERTS % (2, "modulo")):
         zero_3 = {"zero_optimization": {"stage": 3}}
-        with pytest.raises(ValueError, match="use ZeRO-2, not ZeRO-3"):
+        with pytest.raises(ValueError, match="use ZeRO-2"):
             check_run(load_recipe(recipe, ["output=unused_folder", objective]), 1, zero_3)
         loaded = load_recipe(recipe, ["output=unused_folder", objective])
         (row,) = memory_by_ranks(loaded.model.load_config(), loaded, {"zero_optimization": {"stage": 2}}, [1])

@@ -238,11 +238,11 @@ def test_what_does_not_fit_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pairs": 577}, "pairs=577, and there are keys for 1 to 576"),
-        ({"pairs": 0}, "pairs=0, and"),
-        ({"pairs": 1, "form": "two"}, "no form='two': choose from single, multi_value, overwritten"),
-        ({"pairs": 1, "form": "multi_value", "values": 33}, "values=33, and a key can have 1 to 32"),
-        ({"pairs": 1, "form": "overwritten", "overwritten": 2}, "overwritten=2 is not a share"),
+        ({"pairs": 577}, "pairs=577: pass 1 to 576"),
+        ({"pairs": 0}, "pairs=0: pass 1"),
+        ({"pairs": 1, "form": "two"}, "form='two' is not known"),
+        ({"pairs": 1, "form": "multi_value", "values": 33}, "values=33: pass 1 to 32"),
+        ({"pairs": 1, "form": "overwritten", "overwritten": 2}, "overwritten=2: pass 0 to 1"),
     ],
 )
 def test_impossible_tasks_are_named(options, message):

@@ -133,7 +133,7 @@ def test_as_many_texts_as_the_run_reads(start, tokenizer, tmp_path, texts, expec
 
 def test_refusals(start, tokenizer, tmp_path):
     path = recipe_in(tmp_path)
-    with pytest.raises(ValueError, match=r"evaluation.sources: data.task=samples generates its texts"):
+    with pytest.raises(ValueError, match=r"evaluation.sources: data.task=samples has its own texts"):
         load_recipe(path, ["evaluation.sources=[{files: x}]"])
     with pytest.raises(ValueError, match=r"data.temperature"):
         load_recipe(path, ["data.temperature=0"])

@@ -198,7 +198,7 @@ def test_stages_and_batches(recipe):
             ["model.schedule=wavefront", "gradient_checkpointing=true", "model.checkpoint_segments=1"],
             "set model.checkpoint_segments=8",
         ),
-        (STAGES, ["evaluation.sources=[{files: x}]"], "data.task=passkey generates its texts"),
+        (STAGES, ["evaluation.sources=[{files: x}]"], "data.task=passkey has its own texts"),
         (STAGES, ["evaluation.sources=[{files: x, hub: y}]"], "either files or hub"),
         (STAGES, ["evaluation.sources=[{files: x, split: y}]"], "belong to a source of the hub"),
         (STAGES, ["evaluation.sources=[{files: x, revision: y}]"], "belong to a source of the hub"),

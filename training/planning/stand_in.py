@@ -17,7 +17,7 @@ import transformers.masking_utils
 
 from condense import loss, loss_gradient
 from condense.attention import sdpa
-from condense.execution import cuda_graph, graph, selection, stacked_parameters
+from condense.execution import band, cuda_graph, graph, selection, stacked_parameters
 from condense.execution.captured_groups import CapturedGroups
 from condense.kernels import attention_inputs, cross_entropy, rms_norm, rotary, swiglu
 from condense.kernels.availability import DTYPES, has_triton
@@ -28,7 +28,7 @@ from .allocations import CAPTURED, HOST, Allocations
 # Of a stream's products: peaks with it (docs/results/gpu/h100/peers.json) are 64 MiB above those without it (gpu.json).
 WORKSPACE = 64 * 2**20
 STREAMS = 32  # torch's, in turn; one is in use
-KERNELS = attention_inputs, cross_entropy, rms_norm, rotary, swiglu
+KERNELS = attention_inputs, band, cross_entropy, rms_norm, rotary, swiglu
 
 
 @contextmanager

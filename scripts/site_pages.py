@@ -58,6 +58,8 @@ def on_files(files: Files, config) -> Files:
         "recipes.md": recipes(),
         "api.md": api(),
     }.items():
+        if (stub := files.get_file_from_path(path)) is not None:  # for readers of the repository
+            files.remove(stub)
         files.append(File.generated(config, path, content=content))
     return files
 

@@ -68,3 +68,11 @@ def test_a_plot_opens_its_file():
     assert site_pages.on_page_markdown("Text.\n\n![a plot](results/x.png)\n", page, None, None) == (
         "Text.\n\n[![a plot](results/x.png)](results/x.png)\n"
     )
+
+
+def test_links_between_pages_work_in_the_repository_too():
+    """Pages that the site writes from code have a page there to be linked to."""
+    pages = [site_pages.ROOT / "README.md", *(site_pages.ROOT / "docs").rglob("*.md")]
+    links = [(page, target) for page in pages for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())]
+    assert len(links) > 200
+    assert not [(page, target) for page, target in links if "://" not in target and not (page.parent / target).exists()]

@@ -52,7 +52,7 @@ class CondenseConfig(RemoteCodeConfig, LlamaConfig):
     schedule: the order in which (layer, segment) cells run: `"sequential"` runs all layers of a segment and
         then the next segment, `"wavefront"` runs all cells of a diagonal at once, `"graph"` replays CUDA graphs of
         groups of segments; `"auto"` trains by graphs on CUDA, and elsewhere chooses one of the others by size.
-    depth: the settings of a depth block, which `condense.depth.convert_to_depth` puts in place of some layers.
+    depth: the settings of a depth block, which `condense.labs.depth.convert_to_depth` puts in place of some layers.
     position_anchor: the position of a token of fractional duration: the `"end"` or the `"start"` of its interval.
     family: the family of the checkpoint that was folded: `"llama"`, `"mistral"`, `"qwen2"` or `"qwen3"`.
     window: that checkpoint's fields of sliding-window attention.

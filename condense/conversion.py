@@ -29,7 +29,7 @@ def to_stock(model: CondenseForCausalLM) -> PreTrainedModel:
     if model.config.depth is not None:
         raise ValueError(
             "a stock model has no depth block: convert the model that had all of its layers, or make the stock hybrid "
-            "with condense.depth.to_depth_llama."
+            "with condense.labs.depth.to_depth_llama."
         )
     family = family_of(model.config)
     window = dict(model.config.window or {})

@@ -7,57 +7,57 @@ here and a class in its laboratory.
 import importlib
 
 # Blocks of the decoder stack, by the field of the configuration that holds their settings.
-DECODER_BLOCKS = {"depth": "condense.depth.block:DepthBlock"}
+DECODER_BLOCKS = {"depth": "condense.labs.depth.model.block:DepthBlock"}
 
 # Stock models with such a block, by model type.
 DEPTH_LLAMA = "condense_depth_llama"
-STOCK_MODELS = {DEPTH_LLAMA: "condense.depth.llama:DepthLlamaForCausalLM"}
+STOCK_MODELS = {DEPTH_LLAMA: "condense.labs.depth.model.llama:DepthLlamaForCausalLM"}
 
 # Packages that register models with transformers' Auto classes, by model type.
 REGISTERED_BY = {
-    DEPTH_LLAMA: "condense.depth",
-    "condense_block_diffusion": "condense.autoregressivity",
-    "condense_multi_token": "condense.autoregressivity",
-    "condense_position_experts": "condense.autoregressivity",
+    DEPTH_LLAMA: "condense.labs.depth",
+    "condense_block_diffusion": "condense.labs.autoregressivity",
+    "condense_multi_token": "condense.labs.autoregressivity",
+    "condense_position_experts": "condense.labs.autoregressivity",
 }
 
 # Kinds of a recipe's `model` and `objective`.
 MODEL_KINDS = {
-    "denoiser": "condense.training.autoregressivity.denoiser_kind:DenoiserKind",
+    "denoiser": "condense.labs.autoregressivity.training.denoiser_kind:DenoiserKind",
 }
 OBJECTIVES = {
-    "duration_jitter": "condense.training.continuity.duration_jitter:DurationJitter",
-    "block_diffusion": "condense.training.autoregressivity.block_diffusion:BlockDiffusion",
-    "denoising": "condense.training.autoregressivity.denoising:Denoising",
-    "free_running": "condense.training.autoregressivity.free_running:FreeRunning",
-    "missing_targets": "condense.training.autoregressivity.missing_targets:MissingTargets",
-    "multi_token": "condense.training.autoregressivity.multi_token:MultiToken",
-    "partial_logits": "condense.training.autoregressivity.partial_logits:PartialLogits",
-    "position_experts": "condense.training.autoregressivity.position_experts:PositionExperts",
-    "speech_rate": "condense.training.autoregressivity.speech_rate:SpeechRateObjective",
-    "synthetic_states": "condense.training.autoregressivity.synthetic_states:SyntheticStates",
+    "duration_jitter": "condense.labs.continuity.training.duration_jitter:DurationJitter",
+    "block_diffusion": "condense.labs.autoregressivity.training.block_diffusion:BlockDiffusion",
+    "denoising": "condense.labs.autoregressivity.training.denoising:Denoising",
+    "free_running": "condense.labs.autoregressivity.training.free_running:FreeRunning",
+    "missing_targets": "condense.labs.autoregressivity.training.missing_targets:MissingTargets",
+    "multi_token": "condense.labs.autoregressivity.training.multi_token:MultiToken",
+    "partial_logits": "condense.labs.autoregressivity.training.partial_logits:PartialLogits",
+    "position_experts": "condense.labs.autoregressivity.training.position_experts:PositionExperts",
+    "speech_rate": "condense.labs.autoregressivity.training.speech_rate:SpeechRateObjective",
+    "synthetic_states": "condense.labs.autoregressivity.training.synthetic_states:SyntheticStates",
 }
 
 # Options of `condense convert` that describe a decoder block.
-BLOCK_OPTIONS = "condense.eval.depth.conversion:BlockOptions"
+BLOCK_OPTIONS = "condense.labs.depth.study.conversion:BlockOptions"
 
 # Commands `condense NAME` and `condense study NAME`.
-COMMANDS = {"probe": "condense.eval.continuity.command:probe"}
+COMMANDS = {"probe": "condense.labs.continuity.study.command:probe"}
 STUDIES = {
-    "ingredients": "condense.eval.ingredients.command:ingredients",
-    "depth": "condense.eval.depth.command:depth",
-    "ablations": "condense.eval.autoregressivity.command:ablations",
+    "ingredients": "condense.labs.ingredients.study.command:ingredients",
+    "depth": "condense.labs.depth.study.command:depth",
+    "ablations": "condense.labs.autoregressivity.study.command:ablations",
 }
 
 # Commands `condense sample NAME`.
-SAMPLES = {"questions": "condense.eval.continuity.command:questions"}
+SAMPLES = {"questions": "condense.labs.continuity.study.command:questions"}
 
 # Functions from the kind of a result to the object with its tables, by the kind's first word.
 SHOWN_BY = {
-    "ingredients": "condense.eval.ingredients.study:shown_by",
-    "probe": "condense.eval.continuity.probes:shown_by",
-    "depth": "condense.eval.depth.experiments:shown_by",
-    "ablation": "condense.eval.autoregressivity.experiments:shown_by",
+    "ingredients": "condense.labs.ingredients.study.study:shown_by",
+    "probe": "condense.labs.continuity.study.probes:shown_by",
+    "depth": "condense.labs.depth.study.experiments:shown_by",
+    "ablation": "condense.labs.autoregressivity.study.experiments:shown_by",
 }
 
 

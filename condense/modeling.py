@@ -256,7 +256,7 @@ class CondenseForCausalLM(CondensePreTrainedModel, FoldedGenerationMixin):
         on the position axis, which is also its weight in attention; 1.0, the default, is an ordinary token.
 
         control [B, C] or [B, N, C]: the control of each text or of each token, in a model with a depth block
-        (`condense.depth`); zeros if not given. `function_evaluations` [B, N] are the evaluations of the block's
+        (`condense.labs.depth`); zeros if not given. `function_evaluations` [B, N] are the evaluations of the block's
         field at each token.
 
         labels [B, N]: `loss` is the cross-entropy of next-token prediction (labels are shifted here): the mean over all

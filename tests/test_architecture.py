@@ -12,24 +12,21 @@ from condense import laboratories
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[1]
-# Nothing imports from a later one. In a checkout the two floors in the middle are links to top-level folders.
+# Nothing imports from a later one. In a checkout the three floors in the middle are links to top-level folders.
 FLOORS = {
     "condense": 0,
     "condense.training": 1,
     "condense.eval": 2,
-    "condense.cli": 3,
-    "condense.cli_convert": 3,
-    "condense.cli_generate": 3,
-    "condense.cli_measure": 3,
-    "condense.cli_sample": 3,
-    "condense.__main__": 3,
+    "condense.labs": 3,
+    "condense.cli": 4,
+    "condense.cli_convert": 4,
+    "condense.cli_generate": 4,
+    "condense.cli_measure": 4,
+    "condense.cli_sample": 4,
+    "condense.__main__": 4,
 }
-FLOORS_OF_LABORATORIES = ("condense", "condense.training", "condense.eval")
-LABORATORIES = tuple(
-    f"{floor}.{name}"
-    for floor in FLOORS_OF_LABORATORIES
-    for name in ("autoregressivity", "continuity", "depth", "ingredients")
-)
+# A laboratory may use those before it.
+LABORATORIES = tuple(f"condense.labs.{name}" for name in ("depth", "autoregressivity", "continuity", "ingredients"))
 
 
 def module_name(path: Path) -> str:
@@ -40,7 +37,7 @@ def module_name(path: Path) -> str:
 
 SOURCES = {
     module_name(path): path
-    for folder in ("condense", "training", "eval")
+    for folder in ("condense", "training", "eval", "labs")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if path.resolve() == path
 }
@@ -72,7 +69,7 @@ def floor(name: str) -> int:
 def test_the_graph_is_seen(graph):
     """The control: known imports of each form are in it."""
     assert "condense.attention.dispatch" in graph["condense.attention"]
-    assert "condense.durations" in graph["condense.continuity.sentence"]
+    assert "condense.durations" in graph["condense.labs.continuity.model.sentence"]
     assert "condense.loading" in graph["condense.training.recipe.models"] and len(graph) > 100
 
 
@@ -87,8 +84,15 @@ def laboratory_of(name: str) -> str | None:
 def test_the_core_imports_no_laboratory(graph):
     """Not within a function either: it knows the names in `condense.laboratories`, and resolves them."""
     imported = [(name, other) for name in graph for other in graph[name] if laboratory_of(other)]
-    assert {laboratory_of(other) for _, other in imported} >= {"condense.depth", "condense.training.autoregressivity"}
-    assert [(name, other) for name, other in imported if not laboratory_of(name)] == []
+    assert {laboratory_of(other) for _, other in imported} == set(LABORATORIES)
+    outside = [(name, other) for name, other in imported if not name.startswith("condense.labs")]
+    assert outside == []
+
+
+def test_a_laboratory_imports_only_those_before_it(graph):
+    order = {name: number for number, name in enumerate(LABORATORIES)}
+    pairs = {(laboratory_of(name), laboratory_of(other)) for name in graph for other in graph[name]}
+    assert [(one, other) for one, other in pairs if one and other and order[one] < order[other]] == []
 
 
 @pytest.mark.parametrize(

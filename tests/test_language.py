@@ -10,7 +10,7 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[1]
 PYTHON = [
     path
-    for folder in ("condense", "training", "eval", "scripts", "examples")
+    for folder in ("condense", "training", "eval", "labs", "scripts", "examples")
     for path in (ROOT / folder).rglob("*.py")
     if not any(parent.is_symlink() for parent in path.parents)
 ]

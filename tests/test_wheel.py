@@ -16,7 +16,8 @@ pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
-    "condense", "condense_llama.py", "training", "eval", "deepspeed_configs", "pyproject.toml", "README.md", "LICENSE"
+    "condense", "condense_llama.py", "training", "eval", "labs", "deepspeed_configs", "pyproject.toml", "README.md",
+    "LICENSE",
 )  # fmt: skip
 
 

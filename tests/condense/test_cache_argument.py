@@ -8,9 +8,9 @@ from transformers import GenerationMixin, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from condense import CondenseForCausalLM, FoldedCache, to_stock
-from condense.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
 from condense.cache_argument import CACHE, CACHE_NAMES, cache_of, renamed
-from condense.depth import convert_to_depth
+from condense.labs.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
+from condense.labs.depth import convert_to_depth
 
 from .models import random_ids, tiny_config, tiny_model
 

@@ -8,9 +8,9 @@ import torch
 from torch.export import Dim
 
 from condense import FoldedCache
+from tests.labs.depth.model.models import depth_model, random_control
 
 from ..refusals import assert_refused
-from .depth.models import depth_model, random_control
 from .models import random_durations, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, T
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from condense import CondenseForCausalLM, CondenseModel, FoldedCache, modeling, to_stock
-from condense.autoregressivity import MultiTokenForCausalLM
-from condense.depth import convert_to_depth, to_depth_llama
 from condense.generation import RefuseNonFiniteLogits
+from condense.labs.autoregressivity import MultiTokenForCausalLM
+from condense.labs.depth import convert_to_depth, to_depth_llama
 from condense.recording import CROP_TOKENS
 
 from . import models

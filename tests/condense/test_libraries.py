@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.depth.llama import DepthLlamaConfig
+from condense.labs.depth.model.llama import DepthLlamaConfig
 from tests.condense.models import both, random_adapters
 
 pytestmark = pytest.mark.process

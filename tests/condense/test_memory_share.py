@@ -5,7 +5,7 @@ import torch
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.cache_argument import CACHE
-from condense.depth import convert_to_depth
+from condense.labs.depth import convert_to_depth
 
 from .models import random_ids, tiny_model
 

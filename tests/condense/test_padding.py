@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from .depth.models import depth_model, random_control
+from tests.labs.depth.model.models import depth_model, random_control
+
 from .models import padded_batch, tiny_model
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]

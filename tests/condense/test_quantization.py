@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from condense import CondenseForCausalLM, to_stock
 from condense.adapters import merge_adapters
-from condense.depth import convert_to_depth
+from condense.labs.depth import convert_to_depth
 from condense.loading import check_finite, load_model
 from condense.weights import weights_fingerprint
 

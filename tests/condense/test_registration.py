@@ -10,7 +10,8 @@ import transformers
 from transformers import AutoModelForCausalLM, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
-from condense import CondenseForCausalLM, CondenseModel, autoregressivity, depth
+from condense import CondenseForCausalLM, CondenseModel
+from condense.labs import autoregressivity, depth
 
 pytestmark = pytest.mark.process
 

@@ -8,13 +8,13 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from condense import CondenseConfig, CondenseForCausalLM, CondenseModel, to_stock
-from condense.autoregressivity import MultiTokenForCausalLM, PositionExpertsForCausalLM
-from condense.depth import to_depth_llama
 from condense.extras import how_to_install
+from condense.labs.autoregressivity import MultiTokenForCausalLM, PositionExpertsForCausalLM
+from condense.labs.depth import to_depth_llama
 from condense.remote_code import MODULE
+from tests.labs.depth.model.models import depth_model
 
 from ..conftest import new_processes
-from .depth.models import depth_model
 from .models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.process

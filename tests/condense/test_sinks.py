@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM, FoldedCache, to_stock
-from condense.depth.initialization import layer_states
+from condense.labs.depth.model.initialization import layer_states
 from condense.reference import reference_loss
 
 from .models import (

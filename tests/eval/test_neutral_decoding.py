@@ -6,10 +6,10 @@ import pytest
 from transformers import GenerationConfig
 
 from condense import CondenseForCausalLM
-from condense.eval.autoregressivity import text_quality
 from condense.eval.decoding import neutral_decoding
 from condense.eval.models import load_evaluated
 from condense.eval.tasks import evaluate
+from condense.labs.autoregressivity.study import text_quality
 
 from .rivals import rival, rival_tokenizer, save_rival
 from .tasks.documents import made_documents, write_lines

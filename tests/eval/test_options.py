@@ -11,7 +11,6 @@ import typer
 from typer.testing import CliRunner
 
 from condense.eval import cli
-from condense.eval.continuity.options import ProbeOptions
 from condense.eval.options import (
     INDICES,
     NAMES,
@@ -29,6 +28,7 @@ from condense.eval.options import (
 )
 from condense.eval.tasks import options as of_tasks
 from condense.eval.tasks.options import PasskeyOptions
+from condense.labs.continuity.study.options import ProbeOptions
 
 from ..refusals import assert_refused
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from condense.eval.continuity.options import ProbeOptions
-from condense.eval.continuity.probes import PROBES
 from condense.eval.tasks import find_task
 from condense.eval.tasks.options import (
     AttentionOptions,
@@ -19,6 +17,8 @@ from condense.eval.tasks.options import (
     PerplexityOptions,
     SummarizationOptions,
 )
+from condense.labs.continuity.study.options import ProbeOptions
+from condense.labs.continuity.study.probes import PROBES
 from condense.training.data.summarization import AFTER, BEFORE
 from condense.training.small_llama import small_llama, word_tokenizer
 

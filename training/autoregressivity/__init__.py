@@ -1,3 +1,0 @@
-"""Objectives that ablate the five properties shared by causal language models and diffusion models."""
-
-from .. import recipe as recipe  # first: its schema imports the modules of this package, to register their kinds

@@ -233,6 +233,7 @@ class StoredGroup(TrainedGroup):
 
     def __init__(self, *arguments: Any, flights: "Flights", **keywords: Any):
         self.flights = flights
+        self._stored: Any = None  # leaves, outputs and buffers, between the two computations
         super().__init__(*arguments, **keywords)
 
     def _capture(self) -> None:
@@ -243,14 +244,14 @@ class StoredGroup(TrainedGroup):
         found = self._graph_of(self._compute_stored, self._compute_gradients)
         (self._forward, self.outputs), (self._backward, self.input_gradients) = found
         self.outputs = tuple(output.detach() for output in self.outputs)
-        self._stored: Any = None
 
     def _compute_stored(self) -> Tensors:
         self._stored = self._compute_with_gradients()
         return self._stored[1]
 
     def _compute_gradients(self) -> Tensors:
-        return self._gradients(*self._stored)
+        stored, self._stored = self._stored, None  # the warm-up's buffers must be gone when the capture begins
+        return self._gradients(*stored)
 
     def begin(self) -> Flight:
         return self.flights.begin()

@@ -2,7 +2,7 @@
 
 `import condense` loads torch and transformers to register its models. The parsers of the commands are modules of that
 package which need neither. So the script makes the package without running it, and a command runs it when it begins:
-see `condense.command`. In every other process `import condense` is as it always was.
+see `condense.cli.command`. In every other process `import condense` is as it always was.
 """
 
 import importlib.util
@@ -13,6 +13,6 @@ def main() -> None:
     spec = importlib.util.find_spec("condense")
     assert spec is not None
     sys.modules["condense"] = importlib.util.module_from_spec(spec)
-    from condense.cli import main
+    from condense.cli.main import main
 
     main()

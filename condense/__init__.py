@@ -9,10 +9,10 @@ try:
 
     from .cache import FoldedCache
     from .configuration import CondenseConfig
-    from .conversion import to_stock
+    from .hub.conversion import to_stock
+    from .hub.registration import register
+    from .hub.tested_releases import warn_if_untested
     from .modeling import CondenseForCausalLM, CondenseModel
-    from .registration import register
-    from .tested_releases import warn_if_untested
     from .version import __version__ as __version__
 finally:
     if _collecting:

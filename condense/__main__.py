@@ -1,5 +1,5 @@
 """`python -m condense` is the command `condense`."""
 
-from .cli import main
+from .cli.main import main
 
 main()

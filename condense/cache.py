@@ -19,10 +19,10 @@ from .cache_layer import BUFFERS, FoldedCacheLayer
 from .configuration import CondenseConfig
 from .durations import Timeline
 from .memory import Memory
+from .ops.transforms import autocast_dtype
 from .recording import CROP_TOKENS, CacheSnapshot, Recording
 from .segmentation import Chunk, SegmentPositions, on_device
 from .state_file import read_state, write_state
-from .transforms import autocast_dtype
 
 # The fields that a cache and a model must have in common.
 SHARED_FIELDS = (

@@ -12,10 +12,10 @@ import torch
 from .cache import FoldedCache
 from .checks import check_input, check_shares, real_tokens
 from .execution.checkpointing import CheckpointFunction
-from .peft_support import check_activated_lora
+from .hub.peft_support import check_activated_lora
+from .ops.transforms import hidden_dtype
 from .segmentation import UnpaddedBatch
 from .token_inputs import TokenInputs
-from .transforms import hidden_dtype
 
 
 class Call:

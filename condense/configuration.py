@@ -12,10 +12,10 @@ from .cache_argument import CACHE_NAMES
 from .choices import check_choice
 from .families import FAMILIES, check_family, check_window, folded_fields
 from .gguf_files import HUB_OPTIONS, config_fields, find_file
+from .hub.peft_support import add_default_targets
+from .hub.remote_code import RemoteCodeConfig
 from .laboratories import STOCK_MODELS
 from .notices import say_once
-from .peft_support import add_default_targets
-from .remote_code import RemoteCodeConfig
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront", "graph")
@@ -32,7 +32,7 @@ ATTENTION_IMPLEMENTATIONS = (*OWN_ATTENTION, "eager", "sdpa", "flash_attention_2
 # Their frequencies depend on the longest position of a call, above a limit.
 LENGTH_ROPE_TYPES = ("dynamic", "longrope")
 IGNORE_INDEX = -100  # the label of a token that is not predicted
-# Of a stock checkpoint. With share 1, which the paper trains, untrained checkpoints diverge (condense/untrained.py).
+# Of a stock checkpoint. With share 1, which the paper trains, untrained ones diverge (condense/hub/untrained.py).
 STOCK_SHARE = 0.2
 
 

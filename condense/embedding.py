@@ -16,9 +16,9 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
+from .ops.shared_weights import summed_embedding, sums_of
+from .ops.transforms import hidden_dtype, is_plain
 from .segmentation import Chunk, UnpaddedBatch
-from .shared_weights import summed_embedding, sums_of
-from .transforms import hidden_dtype, is_plain
 
 EMBEDDED_TOKENS = 2**13  # at once, padding included: embeddings exist before they are needed
 # Hooks of transformers and PEFT, for gradient checkpointing, that only make the output require gradients.

@@ -11,9 +11,9 @@ from .checks import check_cache
 from .control import check_control_of_prompt, control_of_columns, drafts_with_control
 from .durations import durations_for_generation, durations_of_columns
 from .execution.static_decoding import check_static_step
+from .hub.untrained import warn_if_untrained
 from .notices import say_once
 from .recording import CROP_TOKENS
-from .untrained import warn_if_untrained
 
 
 class NoContinuousBatching:

@@ -24,13 +24,13 @@ from transformers.activations import ACT2FN
 from .attention import AttentionMetadata, attend
 from .configuration import CondenseConfig
 from .families import family_of
-from .kernels.rms_norm import rms_norm
-from .kernels.rotary import rotate
-from .kernels.swiglu import silu_product
-from .linear import apply_linear
 from .memory import KeyValueState, Memory
-from .shared_weights import used
-from .transforms import has_hooks
+from .ops.kernels.rms_norm import rms_norm
+from .ops.kernels.rotary import rotate
+from .ops.kernels.swiglu import silu_product
+from .ops.linear import apply_linear
+from .ops.shared_weights import used
+from .ops.transforms import has_hooks
 
 
 class RMSNorm(nn.Module):

@@ -19,12 +19,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from .configuration import IGNORE_INDEX
-from .host_copy import HostCopy
-from .linear import apply_linear
 from .loss_gradient import head_gradients
+from .ops.host_copy import HostCopy
+from .ops.linear import apply_linear
+from .ops.shared_weights import for_recomputation
+from .ops.transforms import is_in_torch_func
 from .segmentation import Chunk, UnpaddedBatch, on_device
-from .shared_weights import for_recomputation
-from .transforms import is_in_torch_func
 
 MAX_LOGITS = 2**26  # at a time: 256 MiB in float32
 BLOCK_TOKENS = 4096  # norm and loss wait for so many, and process them in parts of MAX_LOGITS

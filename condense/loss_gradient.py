@@ -13,13 +13,13 @@ from math import ceil
 import torch
 from torch import nn
 
-from .kernels.cross_entropy import cross_entropy_and_gradient
-from .kernels.rms_norm import rms_norm
 from .layers import RMSNorm
-from .linear import linear
-from .shared_weights import Begun, active_weights, may_be_summed
-from .transforms import autocast_dtype, has_hooks, is_transformed
-from .weight_sum import WeightSum
+from .ops.kernels.cross_entropy import cross_entropy_and_gradient
+from .ops.kernels.rms_norm import rms_norm
+from .ops.linear import linear
+from .ops.shared_weights import Begun, active_weights, may_be_summed
+from .ops.transforms import autocast_dtype, has_hooks, is_transformed
+from .ops.weight_sum import WeightSum
 
 # Each part reads and writes the head's gradient sum, and has nothing else of the logits' size.
 GPU_BYTES = 16  # of logits, for each of MAX_LOGITS: 1 GiB

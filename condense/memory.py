@@ -10,8 +10,8 @@ import torch
 
 from .configuration import CondenseConfig
 from .durations import Timeline
+from .ops.transforms import join
 from .segmentation import Chunk, SegmentPositions, on_device
-from .transforms import join
 
 
 class KeyValueState(Protocol):

@@ -25,17 +25,17 @@ from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .generation_mixin import FoldedGenerationMixin
 from .hidden_states import LayerOutputs
+from .hub.pretrained_model import CondensePreTrainedModel
+from .hub.source_name import name_as_in_memory
 from .layers import RMSNorm
-from .linear import apply_linear
 from .memory import RecurrentState, TransientState
+from .ops.linear import apply_linear
+from .ops.shared_weights import share_weights
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
 from .packing import PackedDocuments, find_documents
-from .pretrained_model import CondensePreTrainedModel
 from .rotary import RotaryEmbedding
 from .segmentation import UnpaddedBatch
-from .shared_weights import share_weights
 from .sinks import begins_memory, compute_sinks
-from .source_name import name_as_in_memory
 from .token_inputs import TokenInputs
 
 

@@ -15,10 +15,10 @@ from .call import Call
 from .execution.checkpointing import storage_of
 from .execution.executor import ChunkOutput
 from .hidden_states import HiddenStateAccumulator
-from .linear import apply_linear
 from .loss import LossAccumulator, Targets
+from .ops.linear import apply_linear
+from .ops.transforms import has_hooks
 from .segmentation import Chunk
-from .transforms import has_hooks
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration import CondenseConfig
-from .kernels.rotary import RotaryTables
-from .transforms import is_transformed
+from .ops.kernels.rotary import RotaryTables
+from .ops.transforms import is_transformed
 
 
 class RotaryEmbedding(nn.Module):

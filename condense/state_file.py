@@ -18,9 +18,9 @@ from safetensors.torch import save
 from .cache_layer import BUFFERS
 from .durations import Timeline
 from .files import atomic_file, check_output_file
+from .hub.weights import weights_fingerprint
 from .recording import CacheSnapshot
 from .segmentation import SegmentPositions
-from .weights import weights_fingerprint
 
 FORM = "folded state 1"
 DTYPES = {

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from condense.command import App
+from condense.cli.command import App
 from condense.extras import check_installed
 from condense.laboratories import COMMANDS, STUDIES
 

@@ -38,13 +38,13 @@ except ImportError as error:
     raise ImportError(f"lm-evaluation-harness is not installed ({error}): {how_to_install('harness')}.") from error
 
 from condense import CondenseConfig, FoldedCache
-from condense.adapters import check_adapter_config
 from condense.checks import check_tokenizer
 from condense.configuration import IGNORE_INDEX
-from condense.loading import check_source
+from condense.hub.adapters import check_adapter_config
+from condense.hub.loading import check_source
+from condense.hub.untrained import warn_if_untrained
 from condense.prefill import TOKENS_PER_CALL, columns_per_call, prefill_calls
 from condense.progress import ProgressBar
-from condense.untrained import warn_if_untrained
 
 from .decoding import decodes_together, max_positions, neutral_decoding
 

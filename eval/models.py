@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 from condense import FoldedCache, laboratories
 from condense.cache_argument import cache_of
 from condense.checks import check_attention, check_dtype
-from condense.fingerprint import fingerprint
 from condense.generation import RefuseNonFiniteLogits
-from condense.loading import check_source, load_config, load_model, load_tokenizer
+from condense.hub.fingerprint import fingerprint
+from condense.hub.loading import check_source, load_config, load_model, load_tokenizer
+from condense.hub.weights import weights_fingerprint
 from condense.prefill import columns_per_call
-from condense.weights import weights_fingerprint
 
 from .decode_state import state_bytes
 from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts
@@ -31,7 +31,7 @@ PREFILL_TOKENS = 8192  # columns of a prompt in one call, so memory beside the s
 class EvaluatedModel:
     """A model and its tokenizer, under the name that tables and plots use.
 
-    `settings` is the hash of its files without weights, if it comes from files: see `condense.fingerprint`.
+    `settings` is the hash of its files without weights, if it comes from files: see `condense.hub.fingerprint`.
     """
 
     def __init__(self, name: str, source: str, model: Any, tokenizer: Any, settings: str | None = None):

@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar, Generic, TypeVar
 
+from condense.hub.untrained import warn_if_untrained
 from condense.progress import ProgressBar, stoppable
-from condense.untrained import warn_if_untrained
 
 from .overview import Figure
 from .positions import exceeded, positions_exceeded

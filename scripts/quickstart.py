@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from condense.cli import convert  # noqa: E402
+from condense.cli.main import convert  # noqa: E402
 from condense.eval.report import write_report  # noqa: E402
 from condense.notices import without_notices  # noqa: E402
 from condense.training.launch import launch, load_local_recipe, num_ranks  # noqa: E402

@@ -44,7 +44,7 @@ API = {
     "Models": ("condense.modeling", ["CondenseModel", "CondenseForCausalLM"]),
     "Configuration": ("condense.configuration", ["CondenseConfig"]),
     "Memory": ("condense.cache", ["FoldedCache"]),
-    "Conversion": ("condense.conversion", ["to_stock"]),
+    "Conversion": ("condense.hub.conversion", ["to_stock"]),
     "Reference": ("condense.reference", []),
     "Recipes": ("condense.training.recipe.schema", ["Recipe"]),
     "Evaluations": ("condense.eval.runner", []),
@@ -98,7 +98,7 @@ def _from_docs(target: str) -> str:
 
 def command_line() -> str:
     """Returns a section for each command, with its options as a table."""
-    from condense.cli import app
+    from condense.cli.main import app
 
     lines = ["# Command line", "", "Written from the commands themselves: `condense COMMAND --help` says the same."]
     _command(typer.main.get_command(app), ["condense"], lines)

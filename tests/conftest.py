@@ -145,11 +145,11 @@ def error_line(monkeypatch, capsys):
     """Runs a command that fails, through the door that a shell uses; returns the only line that it writes."""
 
     def run(*arguments: object) -> str:
-        import condense.cli
+        import condense.cli.main
 
         monkeypatch.setattr(sys, "argv", ["condense", *map(str, arguments)])
         with pytest.raises(SystemExit) as left:
-            condense.cli.main()
+            condense.cli.main.main()
         (line,) = capsys.readouterr().err.splitlines()
         assert left.value.code == 1 and line.startswith("condense: ")
         return line

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
-from condense.cli_sample import LlamaTask
+from condense.cli.sample import LlamaTask
 from condense.training.small_llama import TASKS
 
 from .commands import printed
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[1]
 
 
-COMMAND = "import sys; from condense.cli import main; sys.argv[0] = 'condense'; main()"
+COMMAND = "import sys; from condense.cli.main import main; sys.argv[0] = 'condense'; main()"
 
 
 def test_help_names_every_command(new_process):
@@ -55,8 +55,8 @@ def names(group, *before):
         yield from names(command, *before, name) if hasattr(command, "commands") else [((*before, name), command)]
 
 said = {"--version": run("--version"), "--help": run("--help")}
-from condense.cli import app
-from condense.command import Command
+from condense.cli.main import app
+from condense.cli.command import Command
 commands = dict(names(typer.main.get_command(app)))
 assert all(isinstance(command, Command) for command in commands.values())
 for name in commands.keys() - {("eval", "harness")}:  # whose help is lm-eval's
@@ -189,7 +189,7 @@ def test_a_book_takes_the_memory_of_a_page(llama, tmp_path):
     for tokens in (2_000, 1_000_000):
         (tmp_path / "book.txt").write_text("The grass is green. The sky is blue. " * (tokens // 10))
         code = (
-            "import resource, sys\nfrom condense.cli import app\n"
+            "import resource, sys\nfrom condense.cli.main import app\n"
             "app(sys.argv[1:], standalone_mode=False)\n"
             "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )

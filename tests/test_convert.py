@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from condense import CondenseForCausalLM
-from condense.cli import convert
+from condense.cli.main import convert
 from condense.labs.depth import DepthLlamaForCausalLM
 
 from .commands import printed
@@ -128,7 +128,7 @@ def test_convert_writes_a_stock_hybrid_and_folds_it_again(llama, hybrid, tmp_pat
     ],
 )
 def test_refusals_come_before_the_weights(llama, hybrid, arguments, words, monkeypatch, error_line, tmp_path):
-    monkeypatch.setattr("condense.loading.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
+    monkeypatch.setattr("condense.hub.loading.load_model", lambda *_, **__: pytest.fail("weights are loaded"))
     source, name, value, *options = arguments
     source = {"LLAMA": llama, "HYBRID": hybrid[0]}.get(source, source)
     assert words in error_line("convert", source, tmp_path / "out", f"{name}={value}", *options)

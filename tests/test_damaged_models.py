@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import condense.cli
+import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate
 from condense.files import atomic_folder
@@ -57,7 +57,7 @@ def run(capsys):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.argv", ["condense", *map(str, arguments)])
             with pytest.raises(SystemExit) as ended:
-                condense.cli.main()
+                condense.cli.main.main()
         captured, code = capsys.readouterr(), ended.value.code
         return (code if isinstance(code, int) else 0 if code is None else 1), captured.err + captured.out
 
@@ -318,7 +318,7 @@ class _RunsCode:
 
 def test_outputs_are_checked_before_any_work(models, tmp_path, refused, monkeypatch, no_processes):
     """`load_model` fails the test: no command may get as far as that."""
-    monkeypatch.setattr("condense.loading.load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr("condense.hub.loading.load_model", lambda *_, **__: pytest.fail("loaded a model"))
     file = tmp_path / "file"
     file.write_text("mine")
     prompt = ["generate", "--model", models["llama"], "--prompt", "a"]
@@ -340,7 +340,7 @@ def test_a_full_disk_leaves_no_half_model(models, new_process, tmp_path):
     code = (
         "import resource, signal, sys\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-        "import condense.cli\ncondense.cli.main()"
+        "import condense.cli.main\ncondense.cli.main.main()"
     )
     done = new_process(code, "convert", models["llama"], tmp_path / "out")
     assert done.returncode == 1 and "can't be written" in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -8,9 +8,9 @@ import shutil
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
-import condense.cli_generate
+import condense.cli.generate
 from condense import CondenseForCausalLM
-from condense.prompts import AnswerFile, Prompt, read_prompts
+from condense.cli.prompts import AnswerFile, Prompt, read_prompts
 
 from .commands import printed
 
@@ -85,7 +85,7 @@ def test_a_stopped_run_loses_no_answer(llama, tmp_path, monkeypatch):
     answers, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"
     command = ["--model", llama, *write_prompts(tmp_path / "prompts.jsonl", ["The grass", "What", "The sky", "blue"])]
     run(*command, "--answers", whole)
-    asked, answer = [], condense.cli_generate._answer
+    asked, answer = [], condense.cli.generate._answer
 
     def fails(model, tokenizer, text, *others):
         asked.append(text)
@@ -93,7 +93,7 @@ def test_a_stopped_run_loses_no_answer(llama, tmp_path, monkeypatch):
             raise RuntimeError("the machine is switched off")
         return answer(model, tokenizer, text, *others)
 
-    monkeypatch.setattr("condense.cli_generate._answer", fails)
+    monkeypatch.setattr("condense.cli.generate._answer", fails)
     with pytest.raises(RuntimeError, match="switched off"):
         run(*command, "--answers", answers)
     assert len(answers.read_text().splitlines()) == 2
@@ -259,7 +259,7 @@ def test_a_full_disk_loses_no_answer(llama, tmp_path, new_process):
         "import resource, sys\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size + 40},) * 2)\n"
         f"sys.argv = {list(map(str, command))}\n"
-        "from condense.cli import main; main()"
+        "from condense.cli.main import main; main()"
     )
     done = new_process(code)
     said = "answers.jsonl can't be written: File too large. Make room, and start the same command again: it goes on"
@@ -282,7 +282,7 @@ def test_an_interrupted_file_of_answers_says_how_it_goes_on(tmp_path, capsys):
         return {"text": "is green"}
 
     with AnswerFile(path, prompts, {}) as file, pytest.raises(KeyboardInterrupt):
-        condense.cli_generate._answer_all(prompts, file, answer)
+        condense.cli.generate._answer_all(prompts, file, answer)
     said = f"stopped: {path} keeps the answers that are complete; the same command goes on from there"
     assert capsys.readouterr().err.splitlines()[-1] == said
     with AnswerFile(path, prompts, {}) as file:
@@ -346,7 +346,7 @@ def test_states_that_do_not_fit_are_refused_before_a_model_is_read(llama, book, 
     assert "segment_length=16, and this one has 8" in refusal(
         "--model", llama, "--segment-length", 8, "--load-state", state, "--prompt", "The"
     )
-    monkeypatch.setattr("condense.loading.load_model", lambda *_, **__: pytest.fail("read a model"))
+    monkeypatch.setattr("condense.hub.loading.load_model", lambda *_, **__: pytest.fail("read a model"))
     prompts = write_prompts(tmp_path / "prompts.jsonl", ["The"])[:4]
     for arguments, message in (
         (["--load-state", state], "there is no prompt"),

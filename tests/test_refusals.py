@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from typer.testing import CliRunner
 
-import condense.cli
+import condense.cli.main
 from condense import extras
 from condense.training.preflight import check_run
 from condense.training.recipe import load_recipe
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
-    for name in ("condense.eval.models.load_model", "condense.loading.check_source"):
+    for name in ("condense.eval.models.load_model", "condense.hub.loading.check_source"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("read a model"))
     monkeypatch.setattr("condense.training.preflight.check_prepared", lambda *_: pytest.fail("read documents"))
 
 
 def refusal(*arguments) -> str:
-    done = CliRunner().invoke(condense.cli.app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(condense.cli.main.app, [str(argument) for argument in arguments])
     assert isinstance(done.exception, ValueError), done.output
     return str(done.exception)
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import condense
-from condense.transformers_private import PRIVATE_NAMES
+from condense.hub.transformers_private import PRIVATE_NAMES
 
 from .conftest import ROOT
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
 FOLDERS = ("condense", "training", "eval")
 OTHERS = {"_hf_hook"}  # accelerate's
 LISTED = {name for names in PRIVATE_NAMES.values() for name in names}
-HOME = "condense/transformers_private.py"
+HOME = "condense/hub/transformers_private.py"
 
 
 def is_private(name):

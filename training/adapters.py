@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from condense.adapter_base import describe_base, write_base
-from condense.linear import linear
+from condense.hub.adapter_base import describe_base, write_base
+from condense.ops.linear import linear
 
 if TYPE_CHECKING:
     from .recipe import LoRA

@@ -12,12 +12,13 @@ from pydantic import Field, PrivateAttr
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from condense import loading, to_stock
+from condense import to_stock
 from condense.checks import check_full_attention
 from condense.configuration import IGNORE_INDEX
 from condense.families import FAMILIES
+from condense.hub import loading
 from condense.loss import max_tokens, next_labels
-from condense.shared_weights import for_recomputation, share_weights
+from condense.ops.shared_weights import for_recomputation, share_weights
 
 from .adapters import own_model
 from .recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, losses_by_segment, next_token_losses

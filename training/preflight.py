@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from condense.checks import check_attention, check_full_attention
 from condense.files import check_output_folder
-from condense.loading import first_line
+from condense.hub.loading import first_line
 from condense.notices import say_once
 
 from .adapters import check_targets

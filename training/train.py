@@ -36,9 +36,9 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from condense.adapters import RECIPE
 from condense.files import use_default_mode
-from condense.generation_settings import remove_ineffective
+from condense.hub.adapters import RECIPE
+from condense.hub.generation_settings import remove_ineffective
 from condense.notices import without_notices
 from condense.training import distributed
 from condense.training.adapters import add_adapters

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerControl
 
-from condense.host_copy import HostCopy
+from condense.ops.host_copy import HostCopy
 from condense.progress import ProgressBar
 from condense.segmentation import on_device
 

@@ -10,7 +10,7 @@ Axes: R rows, H query heads, G key/value heads, T queries, K keys, E head dimens
 import torch
 
 from ..configuration import WITHOUT_DROPOUT
-from ..transforms import is_in_torch_func
+from ..ops.transforms import is_in_torch_func
 from .blocked import blocked_attention
 from .eager import eager_attention
 from .flash import flash_attention

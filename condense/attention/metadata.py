@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.rotary import RotaryTables
 from ..memory import Memory, RecurrentState
+from ..ops.kernels.rotary import RotaryTables
 from ..segmentation import Chunk, UnpaddedBatch, on_device
 from ..token_inputs import ChunkInputs, TokenInputs
 from .mask import AttentionMask

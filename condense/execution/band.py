@@ -16,18 +16,18 @@ from typing import NamedTuple
 import torch
 
 from ..attention import AttentionMask, attend
-from ..kernels.attention_inputs import AttentionInputs, attention_inputs, memory_of, takes_attention_kernels
-from ..kernels.availability import uses_kernels
-from ..kernels.rms_norm import add_rms_norm, input_and_rms_norm, num_parts, takes_norm_kernel
-from ..kernels.rotary import RotaryTables, rotate
-from ..kernels.swiglu import silu_product
 from ..layers import blend, detach_rows
-from ..linear import linear
 from ..memory import Memory
-from ..products import stacked_products
+from ..ops.kernels.attention_inputs import AttentionInputs, attention_inputs, memory_of, takes_attention_kernels
+from ..ops.kernels.availability import uses_kernels
+from ..ops.kernels.rms_norm import add_rms_norm, input_and_rms_norm, num_parts, takes_norm_kernel
+from ..ops.kernels.rotary import RotaryTables, rotate
+from ..ops.kernels.swiglu import silu_product
+from ..ops.linear import linear
+from ..ops.products import stacked_products
+from ..ops.shared_weights import Begun, product_dtype, used, used_part
+from ..ops.transforms import join
 from ..segmentation import Chunk
-from ..shared_weights import Begun, product_dtype, used, used_part
-from ..transforms import join
 from .group_buffers import GroupBuffers
 from .stacked_products import add_products, summed_products
 from .stacking import Stack

@@ -20,7 +20,7 @@ from torch import nn
 from ..attention import AttentionMetadata
 from ..embedding import ChunkEmbedder
 from ..memory import KeyValueState, Memory, TransientState
-from ..shared_weights import for_recomputation
+from ..ops.shared_weights import for_recomputation
 from .executor import ChunkOutput, Executor
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..products import add_product, side_by_side
-from ..shared_weights import Begun
+from ..ops.products import add_product, side_by_side
+from ..ops.shared_weights import Begun
 from .stacked_products import Gradients, add_products
 from .static_sums import StaticSum
 

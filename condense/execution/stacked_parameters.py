@@ -11,8 +11,8 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from ..shared_weights import Begun, sums_of
-from ..transforms import join
+from ..ops.shared_weights import Begun, sums_of
+from ..ops.transforms import join
 
 JOINED = (
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..products import side_by_side, stacked_products
-from ..shared_weights import may_be_summed
-from ..weight_sum import WeightSum
+from ..ops.products import side_by_side, stacked_products
+from ..ops.shared_weights import may_be_summed
+from ..ops.weight_sum import WeightSum
 
 Gradients = Sequence[torch.Tensor | None]
 Add = Callable[[Gradients, torch.Tensor], None]  # the products of gradients [m, n, O] with their input to the sums

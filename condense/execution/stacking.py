@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..layers import MLP, CondenseAttention, CondenseDecoderLayer, MemoryShare, RMSNorm
-from ..transforms import has_hooks, is_in_torch_func
+from ..ops.transforms import has_hooks, is_in_torch_func
 from .stacked_parameters import stacked_parameters
 
 CONTAINERS = (CondenseDecoderLayer, CondenseAttention, MLP)  # modules without weights of their own

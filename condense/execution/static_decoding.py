@@ -28,8 +28,8 @@ from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import rotary_tables
 from ..cache import FoldedCache
 from ..cache_layer import FoldedCacheLayer
-from ..linear import apply_linear
 from ..memory import Memory
+from ..ops.linear import apply_linear
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
 from ..sinks import compute_sinks
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS

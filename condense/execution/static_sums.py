@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from ..weight_sum import WeightSum, sum_dtype
+from ..ops.weight_sum import WeightSum, sum_dtype
 from .stacked_parameters import JOINED
 from .stacking import Stack
 

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ..transformers_private import GGUF_PRE_TOKENIZER_SPLITS
+from ..hub.transformers_private import GGUF_PRE_TOKENIZER_SPLITS
 from .header import read_header
 
 logger = logging.getLogger(__name__)

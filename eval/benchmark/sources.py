@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from condense import CondenseConfig, CondenseForCausalLM, laboratories
 from condense.families import FAMILIES, folded_fields
-from condense.loading import load_config, load_model
+from condense.hub.loading import load_config, load_model
 
 from ..models import split_name
 from .cases import ModelVariant

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense import CondenseConfig, CondenseForCausalLM, loading
-from condense.adapters import merge_adapters
+from condense import CondenseConfig, CondenseForCausalLM
 from condense.checks import check_full_attention
+from condense.hub import loading
+from condense.hub.adapters import merge_adapters
 from condense.memory_share import parse_share, parse_sink
 from condense.notices import without_notices
 from condense.training.data.shards import source_files

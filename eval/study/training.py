@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from condense.adapters import RECIPE
 from condense.files import atomic_folder
+from condense.hub.adapters import RECIPE
 from condense.training.output_lock import was_finished
 from condense.training.recipe import Recipe
 from condense.training.train import train

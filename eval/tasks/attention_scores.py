@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from condense import CondenseForCausalLM
-from condense.kernels.rotary import rotate
-from condense.transformers_private import apply_rotary_pos_emb
+from condense.hub.transformers_private import apply_rotary_pos_emb
+from condense.ops.kernels.rotary import rotate
 
 CELLS = 128  # of a map, along a segment; longer segments are averaged in blocks
 

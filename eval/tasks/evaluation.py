@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from condense.chat import check_chat_template
-from condense.loading import load_config, load_tokenizer
+from condense.hub.loading import load_config, load_tokenizer
 
 from ..models import EvaluatedModel, generate, load_models, split_name
 from ..options import Options as BaseOptions

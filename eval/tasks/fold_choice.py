@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from condense.hub.untrained import STABLE_SHARE
 from condense.memory_share import parse_share
-from condense.untrained import STABLE_SHARE
 
 from .fold_arms import LOWEST, NONE, WINDOW
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from condense.kernels.rotary import rotate
+from condense.ops.kernels.rotary import rotate
 
 from .attention_scores import project, scores, visible
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from condense.transformers_private import apply_rotary_pos_emb
+from condense.hub.transformers_private import apply_rotary_pos_emb
 
 NAME = "condense_window"
 QUERIES = 512  # in a block

@@ -3,8 +3,8 @@
 Importing it registers them with transformers' Auto classes.
 """
 
+from condense.hub.registration import register
 from condense.labs import depth as depth  # the base of a wrapper may have a depth block
-from condense.registration import register
 
 from .model.block_diffusion import (
     BlockDiffusionConfig,

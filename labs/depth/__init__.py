@@ -3,7 +3,7 @@
 Importing it registers the stock hybrid with transformers' Auto classes.
 """
 
-from condense.registration import register
+from condense.hub.registration import register
 
 from .model.block import DepthBlock, DepthFlow
 from .model.conversion import convert_to_depth, set_solver

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.attention import IMPLEMENTATIONS
 from condense.eval.benchmark.cases import SCHEDULES
-from condense.kernels import rms_norm
+from condense.ops.kernels import rms_norm
 
 OPERATIONS_PER_SECOND = 989e12 / 2  # half the data sheet's rate
 BANDWIDTH, CAPACITY, ITEM_BYTES = 4.8e12, 141e9, 2

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from condense.eval.results import Table
-from condense.kernels.attention_inputs import attention_inputs
-from condense.kernels.cross_entropy import cross_entropy_and_gradient, plain_cross_entropy_and_gradient
-from condense.kernels.rms_norm import add_rms_norm, plain_rms_norm, rms_norm
-from condense.kernels.rotary import plain_rotate, rotate
-from condense.kernels.swiglu import plain_silu_product, silu_product
+from condense.ops.kernels.attention_inputs import attention_inputs
+from condense.ops.kernels.cross_entropy import cross_entropy_and_gradient, plain_cross_entropy_and_gradient
+from condense.ops.kernels.rms_norm import add_rms_norm, plain_rms_norm, rms_norm
+from condense.ops.kernels.rotary import plain_rotate, rotate
+from condense.ops.kernels.swiglu import plain_silu_product, silu_product
 
 REPEATS, WARM_UPS, EPSILON = 20, 5, 1e-5
 TOKENS, VOCABULARY, WIDTH, INTERMEDIATE, LAYERS = 4096, 128_256, 2048, 8192, 16

@@ -1,4 +1,4 @@
-"""Measures errors of gradients in bfloat16, summed over segments by autograd or in float32 (condense.shared_weights).
+"""Measures errors of gradients in bfloat16, summed over segments by autograd or by condense.ops.shared_weights.
 
     python -m scripts.benchmarks.gradient_sums --model stories260K --data input.txt
 

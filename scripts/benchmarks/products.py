@@ -1,4 +1,4 @@
-"""Times products of linear maps in float32 in turn: torch's own (MKL) and condense.linear's (oneDNN).
+"""Times products of linear maps in float32 in turn: torch's own (MKL) and condense.ops.linear's (oneDNN).
 
 Prints docs/results/products/products.txt. A case is a forward pass, with or without the gradients of input and weight;
 figures are medians after a warm-up. Run it with OMP_NUM_THREADS=1 and 2.
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from condense.eval.results import Table, hardware
-from condense.linear import ONEDNN_MULTIPLICATIONS, onednn_linear
+from condense.ops.linear import ONEDNN_MULTIPLICATIONS, onednn_linear
 
 from .timing import medians_in_turn
 
@@ -58,7 +58,9 @@ def main() -> None:
     for name in ("forward", "with gradients"):
         columns += [f"{name}: torch [ms]", "oneDNN [ms]", "torch / oneDNN"]
     print(f"{hardware()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    taken = f"float32; condense.linear takes oneDNN from 2^{math.log2(ONEDNN_MULTIPLICATIONS):.0f} multiplications on"
+    taken = (
+        f"float32; condense.ops.linear takes oneDNN from 2^{math.log2(ONEDNN_MULTIPLICATIONS):.0f} multiplications on"
+    )
     print(Table(taken, columns, [times(shape) for shape in SHAPES]))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from condense.attention import AttentionMask, attend
 from condense.eval.benchmark.models import table_1
 from condense.eval.results import Table, hardware
-from condense.linear import apply_linear
+from condense.ops.linear import apply_linear
 from condense.segmentation import SegmentPositions
 
 from .timing import dtype_name, medians_in_turn

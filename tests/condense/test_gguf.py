@@ -20,9 +20,9 @@ from transformers import (
 
 from condense import CondenseConfig, CondenseForCausalLM, CondenseModel, extras
 from condense.chat import chat_ids, end_tokens
-from condense.fingerprint import fingerprint
 from condense.gguf_files.header import read_header
-from condense.loading import check_source, load_config, load_model, load_tokenizer
+from condense.hub.fingerprint import fingerprint
+from condense.hub.loading import check_source, load_config, load_model, load_tokenizer
 
 from ..refusals import assert_refused
 
@@ -377,5 +377,5 @@ def test_the_extra_is_named_in_a_checkout_that_is_not_installed(written, monkeyp
 
 
 def test_zero_3_is_refused(written, monkeypatch):
-    monkeypatch.setattr("condense.loading.is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr("condense.hub.loading.is_deepspeed_zero3_enabled", lambda: True)
     assert_refused("ZeRO-3", load_model, CondenseForCausalLM, written())

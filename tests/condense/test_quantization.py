@@ -14,10 +14,10 @@ from transformers import BitsAndBytesConfig, FineGrainedFP8Config, LlamaConfig, 
 from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from condense import CondenseForCausalLM, to_stock
-from condense.adapters import merge_adapters
+from condense.hub.adapters import merge_adapters
+from condense.hub.loading import check_finite, load_model
+from condense.hub.weights import weights_fingerprint
 from condense.labs.depth import convert_to_depth
-from condense.loading import check_finite, load_model
-from condense.weights import weights_fingerprint
 
 from .models import VOCAB, expected_logits, random_adapters, random_ids, tiny_model
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.conversion import to_stock
+from condense.hub.conversion import to_stock
 
 from ..refusals import assert_refused
 from .models import (

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-import condense.cli
+import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.cache_argument import CACHE
 from tests.condense.models import PAPERS_MEMORY
@@ -14,7 +14,7 @@ from tests.condense.models import PAPERS_MEMORY
 
 def command(*words):
     """Returns what `condense WORDS` prints."""
-    done = CliRunner().invoke(condense.cli.app, list(map(str, words)), catch_exceptions=False)
+    done = CliRunner().invoke(condense.cli.main.app, list(map(str, words)), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 

@@ -9,7 +9,7 @@ from condense.eval.healing.options import HealingOptions
 from condense.eval.healing.study import Healing
 from condense.eval.report import write_report
 from condense.eval.tasks import evaluate
-from condense.fingerprint import fingerprint
+from condense.hub.fingerprint import fingerprint
 
 from .measuring import stop_within
 from .rivals import rival_tokenizer, save_rival

@@ -26,7 +26,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-import condense.cli
+import condense.cli.main
 import condense.eval.harness
 from condense import CondenseForCausalLM
 from condense.eval.harness import CondenseLM, StockLM

@@ -6,7 +6,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import condense.cli
+import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.eval.positions import has_position_table, positions_exceeded
 from condense.eval.tasks import evaluate, find_task
@@ -34,7 +34,7 @@ def test_lengths_past_the_positions_are_marked_everywhere(folders, tmp_path):
     names = ("llama", "folded", "wide", "mamba")
     arguments = [word for name in names for word in ("--model", str(folders / name))]
     arguments += ["--lengths", "80,200", "--depths", "50", "--prompts", "2", "--output", str(tmp_path)]
-    done = CliRunner().invoke(condense.cli.app, ["eval", "passkey", *arguments])
+    done = CliRunner().invoke(condense.cli.main.app, ["eval", "passkey", *arguments])
     assert done.exit_code == 0, done.output
     assert "note: llama reads texts of up to 200 tokens here, and has max_position_embeddings=100" in done.stderr
     assert "note: wide reads" in done.stderr and "mamba reads" not in done.stderr and "folded reads" not in done.stderr

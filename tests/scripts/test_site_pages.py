@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 
 def test_every_command_and_option_is_on_the_page():
-    from condense.cli import app
+    from condense.cli.main import app
 
     page = site_pages.command_line()
     for name in ("convert", "generate", "eval passkey", "study healing", "sample", "train"):

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-import condense.linear
+import condense.ops.linear
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.adapter_base import BASE
-from condense.adapters import trained_memory
-from condense.cli import app, main
+from condense.cli.main import app, main
+from condense.hub.adapter_base import BASE
+from condense.hub.adapters import trained_memory
 from condense.training.adapters import add_adapters
 from condense.training.distillation import Distillation
 from condense.training.planning.dry_run import dry_run
@@ -188,7 +188,7 @@ def test_gradients_of_adapters_are_summed_in_float32(recipe, noted):
     """As those of the model's own maps: each weight of an adapter adds its uses to one sum."""
     model = add_adapters(tiny_model(torch.float32), load_recipe(recipe, ["output=o"]).lora).to(torch.bfloat16).train()
     assert type(model.base_model.model.lm_head) is torch.nn.Linear  # of no adapter
-    products, ids = noted(condense.linear, "summed_linear"), torch.randint(2, 61, (2, 23))
+    products, ids = noted(condense.ops.linear, "summed_linear"), torch.randint(2, 61, (2, 23))
     model(input_ids=ids, labels=ids).loss.backward()
     summed = {id(call.arguments[2]) for call in products}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from condense.cli import app
+from condense.cli.main import app
 from condense.training import train, trainer
 from condense.training.checkpoints.resume import find_checkpoint
 from condense.training.data.curriculum import CurriculumBatches, CurriculumState

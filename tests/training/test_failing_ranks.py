@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import condense.cli
+import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.training import launch, train
 from condense.training.recipe import load_recipe
@@ -118,4 +118,4 @@ def test_exit_codes_in_words(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(launch, "launch", fail)
     with pytest.raises(ValueError, match="a rank received SIGSEGV; there is no checkpoint yet"):
-        condense.cli.train(str(recipe_in(tmp_path)), [f"output={tmp_path / 'out'}"])
+        condense.cli.main.train(str(recipe_in(tmp_path)), [f"output={tmp_path / 'out'}"])

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
-import condense.cli
-from condense.generation_settings import remove_ineffective
+import condense.cli.main
+from condense.hub.generation_settings import remove_ineffective
 from condense.training import train
 from condense.training.recipe import load_recipe
 
@@ -78,7 +78,7 @@ def test_impossible_settings_are_refused_at_the_start(recipe, tmp_path, monkeypa
     given = {"train": [str(recipe), f"output={out}"], "convert": [str(tmp_path / "start"), str(out)]}[command]
     monkeypatch.setattr("sys.argv", ["condense", command, *given])
     with pytest.raises(SystemExit) as ended:
-        condense.cli.main()
+        condense.cli.main.main()
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("condense:")]
     assert ended.value.code == 1 and "start/generation_config.json can't be used (" in said
     assert next(iter(settings)) in said and "correct it, or delete it for the default settings" in said

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import condense.cli
+import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.training import train
 from condense.training.checkpoints.resume import find_checkpoint, finished
@@ -134,7 +134,7 @@ def test_a_finished_run_says_so_and_starts_no_ranks(recipe, whole, monkeypatch, 
 
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(condense.CondenseForCausalLM, "from_pretrained", start)
-    condense.cli.train(str(recipe), [f"output={whole}", "steps=7"])
+    condense.cli.main.train(str(recipe), [f"output={whole}", "steps=7"])
     printed = capsys.readouterr().out
     assert f"all of its 7 steps are done, and the model is in {whole}" in printed
     assert f"from {whole}/checkpoint-7 with the optimizer's state, give more steps, such as steps=14" in printed

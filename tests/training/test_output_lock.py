@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-import condense.cli
+import condense.cli.main
 from condense.eval.results_store import open_results_store
 from condense.training.output_lock import check_unlocked, output_lock, was_finished
 
@@ -120,7 +120,7 @@ def test_a_second_run_is_refused_before_it_starts_ranks(holder, llama, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started a process"))
         with pytest.raises(SystemExit) as refused:
-            condense.cli.main()
+            condense.cli.main.main()
     said = capsys.readouterr().err
     assert refused.value.code == 1 and f"in use by process {process.pid}" in said
     assert said.count("\n") == 1 and time.perf_counter() - start < 30

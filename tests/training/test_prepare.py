@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from condense.cli import app
+from condense.cli.main import app
 from condense.training.data import preparation
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import load_recipe

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-import condense.cli
+import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.training import train
 from condense.training.checkpoints.complete import checkpoints, newest_checkpoint
@@ -149,7 +149,7 @@ def test_an_interrupted_launch_says_how_it_resumes(recipe, tmp_path, monkeypatch
 
     monkeypatch.setattr("condense.training.launch.launch", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        condense.cli.train(str(recipe), [f"output={tmp_path}"])
+        condense.cli.main.train(str(recipe), [f"output={tmp_path}"])
     assert "\ninterrupted: there is no checkpoint yet, so the same command begins the run" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from condense.adapters import check_adapters, with_former_memory
+from condense.hub.adapters import check_adapters, with_former_memory
 
 from ..output_lock import was_finished
 from ..recipe import MAY_CHANGE_FROM_HERE, DigitsData, DocumentData, Evaluation, GeneratedData, Recipe, Stage

@@ -15,8 +15,9 @@ import torch
 from filelock import FileLock
 from transformers import GenerationConfig
 
-from condense import CondenseForCausalLM, loading, to_stock
+from condense import CondenseForCausalLM, to_stock
 from condense.generation import RefuseNonFiniteLogits
+from condense.hub import loading
 from condense.notices import without_notices
 from condense.progress import ProgressBar
 

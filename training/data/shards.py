@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from condense.files import decode_text
-from condense.loading import first_line
+from condense.hub.loading import first_line
 
 from ..recipe import Source
 from .grouping import groups

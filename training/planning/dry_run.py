@@ -9,7 +9,7 @@ import yaml
 from transformers import LlamaConfig
 
 from condense.families import FAMILIES
-from condense.kernels.availability import has_triton
+from condense.ops.kernels.availability import has_triton
 
 from ..deepspeed_file import deepspeed_settings
 from ..launch import CPU_RANKS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig
 
-from condense.loading import load_config
+from condense.hub.loading import load_config
 
 from ..distillation import Distillation
 from ..recipe import Recipe

@@ -17,7 +17,7 @@ from transformers import AutoConfig, LlamaConfig
 from condense import CondenseForCausalLM, to_stock
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.execution.stacking import is_stackable, stack_of
-from condense.loading import load_config
+from condense.hub.loading import load_config
 from condense.loss import BLOCK_TOKENS
 
 from ..adapters import own_model, with_matrices

@@ -19,8 +19,8 @@ from condense import loss, loss_gradient
 from condense.attention import sdpa
 from condense.execution import band, cuda_graph, graph, selection, stacked_parameters
 from condense.execution.captured_groups import CapturedGroups
-from condense.kernels import attention_inputs, cross_entropy, rms_norm, rotary, swiglu
-from condense.kernels.availability import DTYPES, has_triton
+from condense.ops.kernels import attention_inputs, cross_entropy, rms_norm, rotary, swiglu
+from condense.ops.kernels.availability import DTYPES, has_triton
 
 from .. import distillation
 from .allocations import CAPTURED, HOST, Allocations

@@ -12,11 +12,12 @@ import torch
 from pydantic import BeforeValidator, Field
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from condense import CondenseConfig, CondenseForCausalLM, laboratories, loading
+from condense import CondenseConfig, CondenseForCausalLM, laboratories
 from condense.checks import check_not_quantized
 from condense.configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, SCHEDULES
 from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.families import FAMILIES
+from condense.hub import loading
 from condense.loss import max_tokens
 from condense.notices import say_once, without_notices
 

@@ -23,9 +23,9 @@ from condense.configuration import IGNORE_INDEX, CondenseConfig
 from condense.families import FAMILIES
 from condense.files import use_default_mode
 from condense.generation_mixin import OwnCacheGenerationMixin
+from condense.hub.remote_code import RemoteCodeConfig
 from condense.laboratories import DEPTH_LLAMA
-from condense.remote_code import RemoteCodeConfig
-from condense.shared_weights import share_weights
+from condense.ops.shared_weights import share_weights
 
 from .late_cache import LateCache
 

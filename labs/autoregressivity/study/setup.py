@@ -20,11 +20,11 @@ import torch
 from filelock import FileLock
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from condense import loading
 from condense.eval.study.training import PAPERS_MEMORY, make_once, study_recipe, train_alone
 from condense.eval.texts import HUB, hub_text, train_tokenizer
 from condense.files import read_text
-from condense.fingerprint import fingerprint
+from condense.hub import loading
+from condense.hub.fingerprint import fingerprint
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from condense import loading
 from condense.extras import check_installed
+from condense.hub import loading
 from condense.training.recipe.models import MODELS, ModelKind
 
 from .denoiser import GROUPS, MAX_LEVELS, DenoiserConfig, DenoiserModel

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from condense.checks import check_not_quantized
+from condense.hub.source_name import name_as_in_memory
 from condense.modeling import CondenseForCausalLM
-from condense.source_name import name_as_in_memory
 
 from .block import DepthBlock, DepthFlow, LayerField
 from .fields import field_size_for

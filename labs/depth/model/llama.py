@@ -22,14 +22,14 @@ from condense.control import (
     drafts_with_control,
     zero_control,
 )
-from condense.conversion import with_weights_of
 from condense.families import family_of
 from condense.generation_mixin import NoContinuousBatching
+from condense.hub.conversion import with_weights_of
+from condense.hub.peft_support import add_default_targets
+from condense.hub.remote_code import RemoteCodeConfig
+from condense.hub.transformers_private import LlamaAttention, LlamaDecoderLayer
 from condense.laboratories import DEPTH_LLAMA
 from condense.modeling import CondenseForCausalLM
-from condense.peft_support import add_default_targets
-from condense.remote_code import RemoteCodeConfig
-from condense.transformers_private import LlamaAttention, LlamaDecoderLayer
 
 from .block import build_field
 from .settings import DepthSettings

@@ -22,8 +22,8 @@ from condense.eval.results_store import Record
 from condense.eval.runner import Results
 from condense.eval.study.training import placed
 from condense.files import read_text
-from condense.fingerprint import fingerprint
-from condense.loading import load_config, load_model, load_tokenizer
+from condense.hub.fingerprint import fingerprint
+from condense.hub.loading import load_config, load_model, load_tokenizer
 from condense.notices import without_notices
 from condense.progress import ProgressBar
 from condense.training.small_llama import passkey_tokenizer, small_llama

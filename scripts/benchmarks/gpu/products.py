@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from condense.eval.benchmark.timing import free_memory, seconds_of
-from condense.products import add_products
+from condense.ops.products import add_products
 
 from .session import Session, log
 

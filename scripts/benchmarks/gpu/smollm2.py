@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 from condense.eval.benchmark.models import cast_parameters
 from condense.eval.benchmark.timing import free_memory
 from condense.eval.results import run_metadata
-from condense.loading import load_model, load_tokenizer
+from condense.hub.loading import load_model, load_tokenizer
 from condense.notices import without_notices
 
 from .session import log

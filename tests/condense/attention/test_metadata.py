@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from condense.attention.metadata import rotary_tables
-from condense.kernels.rotary import rotate
+from condense.ops.kernels.rotary import rotate
 
 from ..models import Operations, tiny_model
 

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from condense import CondenseForCausalLM, products, to_stock
+from condense import CondenseForCausalLM, to_stock
 from condense.execution import choose_schedule, stacked_parameters, stacked_products, stacking, wavefront
+from condense.ops import products
 from condense.segmentation import SegmentPositions
 
 from ..models import assert_same_gradients, gradients, random_ids, sgd_losses, tiny_model

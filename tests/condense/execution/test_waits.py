@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from condense import FoldedCache, modeling
-from condense.host_copy import HostCopy
+from condense.ops.host_copy import HostCopy
 
 from ..models import gradients, padded_batch, random_ids, tiny_model, torch_checkpoint
 from .recording import recorded_graphs

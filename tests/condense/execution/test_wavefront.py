@@ -8,7 +8,7 @@ import torch
 
 from condense import CondenseForCausalLM, FoldedCache
 from condense.execution import wavefront
-from condense.kernels import rms_norm
+from condense.ops.kernels import rms_norm
 
 from ...refusals import assert_refused
 from ..models import (

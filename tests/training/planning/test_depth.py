@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 from typer.testing import CliRunner
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.cli import app
+from condense.cli.main import app
 from condense.labs.depth import DepthLlamaConfig, DepthLlamaForCausalLM, DepthSettings
 from condense.training.planning.fit import reasons_without_waves
 from condense.training.planning.operations import count_operations

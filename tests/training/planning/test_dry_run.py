@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from condense import CondenseConfig
-from condense.cli import app
+from condense.cli.main import app
 from condense.training.data.tasks import make_examples
 from condense.training.launch import CPU_CONFIG, CPU_RANKS
 from condense.training.planning.dry_run import dry_run, memory_by_ranks, table, waves_in_words

@@ -3,7 +3,7 @@
 import pytest
 
 from condense import CondenseConfig
-from condense.kernels.availability import has_triton
+from condense.ops.kernels.availability import has_triton
 from condense.training.planning.memory import estimate
 from scripts.benchmarks.gpu_memory import FOLDED_FILES, STOCK_FILES, planned_bytes, training_steps
 

@@ -55,7 +55,7 @@ def test_a_step_holds_what_is_planned(family, kind, checkpointing, monkeypatch):
 
     The tracker has hooks on all modules, for which a model would embed the whole text at once.
     """
-    monkeypatch.setattr("condense.transforms._has_any_global_hook", lambda: False)
+    monkeypatch.setattr("condense.ops.transforms._has_any_global_hook", lambda: False)
     fields = {"segment_length": SEGMENT, "schedule": "sequential"} if kind == "condense" else {}
     trained = recipe(LENGTH, ROWS, "float32", "sdpa", checkpointing, kind=kind, **fields)
     parts = estimate(config_of(kind, family), trained, PLAIN, 1, "cpu")

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig, GraniteForCausalLM
 
 from condense import to_stock
+from condense.hub.loading import load_model
 from condense.labs.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
 from condense.labs.autoregressivity.model.wrapper import positions_of, real_tokens
-from condense.loading import load_model
 from tests.condense.models import padded_batch, random_ids, tiny_model
 from tests.conftest import ROOT
 
@@ -266,7 +266,7 @@ def test_models_start_from_the_weights_of_the_base():
 FRESH = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-from condense.loading import load_model
+from condense.hub.loading import load_model
 torch.set_num_threads(1)
 for number, folder in enumerate(sys.argv[1:]):
     # The first one finds the package by its model type, and registers it with the Auto classes.

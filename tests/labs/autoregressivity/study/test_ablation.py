@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from condense.cli import app
+from condense.cli.main import app
 from condense.eval.report import write_report
 from condense.eval.results import write_results
 from condense.eval.runner import run_on_ranks

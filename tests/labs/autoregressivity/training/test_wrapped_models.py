@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from condense import CondenseForCausalLM, to_stock
-from condense.loading import load_config, load_model
+from condense.hub.loading import load_config, load_model
 from condense.training.data.batches import StageBatches, ValidationBatches
 from condense.training.data.tasks import make_examples
 from condense.training.planning.dry_run import memory_by_ranks

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-import condense.cli
+import condense.cli.main
 from condense.labs.continuity.study import pictures, probes, space, sums, transformations
 from condense.labs.continuity.study.aggregation import SET
 from condense.labs.continuity.study.classes import DIGITS
@@ -62,7 +62,7 @@ def undrawn(monkeypatch):
 
 
 def asked(*arguments):
-    return CliRunner().invoke(condense.cli.app, ["probe", *map(str, arguments)])
+    return CliRunner().invoke(condense.cli.main.app, ["probe", *map(str, arguments)])
 
 
 def probed(output, name, *models, options=()):
@@ -482,7 +482,7 @@ def test_wrong_data_are_found_before_a_model_is_loaded(text, words, tmp_path, mo
 def test_a_refusal_is_one_line(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["condense", "probe", "weight", "--model", "m", "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as left:
-        condense.cli.main()
+        condense.cli.main.main()
     assert left.value.code == 1 and capsys.readouterr().err.startswith("condense: there is no probe 'weight'")
     assert asked("counting", "--model", "m", "--output", tmp_path, "--limit", 0).exit_code == 2
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from condense.cli import app
+from condense.cli.main import app
 from condense.labs.continuity.study import answers, questions
 from condense.labs.continuity.study.data import load
 from condense.labs.continuity.study.probes import PROBES

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM, FoldedCache
-from condense.conversion import to_stock
+from condense.hub.conversion import to_stock
 from condense.labs.depth import convert_to_depth, set_solver
 from tests.condense.models import random_ids, tiny_model
 

@@ -12,7 +12,7 @@ from scipy.integrate import solve_ivp
 from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from condense import cli
+from condense.cli import main as cli
 from condense.eval.report import write_report
 from condense.eval.runner import run
 from condense.labs.depth.study import convergence, solvers

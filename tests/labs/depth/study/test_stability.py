@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 from typer.testing import CliRunner
 
-from condense import cli
+from condense.cli import main as cli
 from condense.eval.intervals import FISHER, LOG, LOGIT, interval, shown
 from condense.eval.report import write_report
 from condense.labs.depth.study import stability

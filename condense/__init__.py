@@ -7,12 +7,12 @@ gc.disable()  # torch and transformers leave no garbage, and looking for it take
 try:
     import transformers
 
-    from .cache import FoldedCache
     from .configuration import CondenseConfig
     from .hub.conversion import to_stock
     from .hub.registration import register
     from .hub.tested_releases import warn_if_untested
     from .modeling import CondenseForCausalLM, CondenseModel
+    from .state.cache import FoldedCache
     from .version import __version__ as __version__
 finally:
     if _collecting:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .cache import FoldedCache
 from .checks import check_input, check_shares, real_tokens
 from .execution.checkpointing import CheckpointFunction
 from .hub.peft_support import check_activated_lora
 from .ops.transforms import hidden_dtype
 from .segmentation import UnpaddedBatch
+from .state.cache import FoldedCache
 from .token_inputs import TokenInputs
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from .cache import FoldedCache
-from .choices import check_choice
 from .configuration import ATTENTION_IMPLEMENTATIONS, DTYPES, IGNORE_INDEX
+from .state.cache import FoldedCache
 from .token_inputs import check_token_inputs
+from .utils.choices import check_choice
 
 GENERATION_ARGUMENTS = ("tokenizer", "assistant_tokenizer", "cache_position")
 # Arguments that collators of packed documents pass to the attention kernels of other models.

@@ -8,14 +8,14 @@ from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .cache_argument import CACHE_NAMES
-from .choices import check_choice
 from .families import FAMILIES, check_family, check_window, folded_fields
 from .gguf_files import HUB_OPTIONS, config_fields, find_file
 from .hub.peft_support import add_default_targets
 from .hub.remote_code import RemoteCodeConfig
 from .laboratories import STOCK_MODELS
-from .notices import say_once
+from .state.cache_argument import CACHE_NAMES
+from .utils.choices import check_choice
+from .utils.notices import say_once
 
 MEMORY_SOURCES = ("layer_output", "layer_input")
 SCHEDULES = ("auto", "sequential", "wavefront", "graph")

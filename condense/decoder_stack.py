@@ -14,7 +14,7 @@ from .attention import AttentionMetadata
 from .configuration import CondenseConfig
 from .laboratories import DECODER_BLOCKS
 from .layers import CondenseDecoderLayer
-from .memory import KeyValueState, Memory
+from .state.memory import KeyValueState, Memory
 
 
 class BlockCost(NamedTuple):

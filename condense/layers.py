@@ -24,13 +24,13 @@ from transformers.activations import ACT2FN
 from .attention import AttentionMetadata, attend
 from .configuration import CondenseConfig
 from .families import family_of
-from .memory import KeyValueState, Memory
 from .ops.kernels.rms_norm import rms_norm
 from .ops.kernels.rotary import rotate
 from .ops.kernels.swiglu import silu_product
 from .ops.linear import apply_linear
 from .ops.shared_weights import used
 from .ops.transforms import has_hooks
+from .state.memory import KeyValueState, Memory
 
 
 class RMSNorm(nn.Module):

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from .attention import AttentionMetadataBuilder
-from .cache import FoldedCache
-from .cache_argument import CACHE, takes_past_key_values
 from .call import Call
 from .checks import check_attention_name, check_export, check_unused
 from .configuration import CondenseConfig
@@ -23,12 +21,11 @@ from .embedding import ChunkEmbedder
 from .execution import default_checkpoint_segments, is_sharded, make_executor, schedule_for
 from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
-from .generation_mixin import FoldedGenerationMixin
+from .generation.mixin import FoldedGenerationMixin
 from .hidden_states import LayerOutputs
 from .hub.pretrained_model import CondensePreTrainedModel
 from .hub.source_name import name_as_in_memory
 from .layers import RMSNorm
-from .memory import RecurrentState, TransientState
 from .ops.linear import apply_linear
 from .ops.shared_weights import share_weights
 from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
@@ -36,6 +33,9 @@ from .packing import PackedDocuments, find_documents
 from .rotary import RotaryEmbedding
 from .segmentation import UnpaddedBatch
 from .sinks import begins_memory, compute_sinks
+from .state.cache import FoldedCache
+from .state.cache_argument import CACHE, takes_past_key_values
+from .state.memory import RecurrentState, TransientState
 from .token_inputs import TokenInputs
 
 

@@ -17,8 +17,8 @@ from .attention.metadata import AttentionMetadata, AttentionMetadataBuilder
 from .configuration import CondenseConfig
 from .control import zero_control
 from .execution.executor import run_layers
-from .memory import Memory, TransientState
 from .segmentation import SegmentPositions, UnpaddedBatch
+from .state.memory import Memory, TransientState
 from .token_inputs import TokenInputs
 
 

@@ -13,8 +13,8 @@ import torch
 from .configuration import CondenseConfig
 from .control import check_control, control_of_chunk, zero_control
 from .durations import Timeline, check_durations
-from .memory import RecurrentState
 from .segmentation import Chunk, UnpaddedBatch, on_device
+from .state.memory import RecurrentState
 
 
 def check_token_inputs(config: CondenseConfig, given: Mapping[str, Any], shape: tuple[int, int]) -> None:

@@ -18,7 +18,7 @@ from .table_layout import terminal_width
 
 def writable(folder: Path) -> Path:
     """Returns the folder if results can be written there."""
-    from condense.files import check_output_folder
+    from condense.utils.files import check_output_folder
 
     check_output_folder(folder)
     return folder

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from condense.cache_argument import CACHE
+from condense.state.cache_argument import CACHE
 
 STATES = (CACHE, "cache_params", "state")  # of a call's output; the next call takes it under the same name
 

@@ -40,11 +40,11 @@ except ImportError as error:
 from condense import CondenseConfig, FoldedCache
 from condense.checks import check_tokenizer
 from condense.configuration import IGNORE_INDEX
+from condense.generation.prefill import TOKENS_PER_CALL, columns_per_call, prefill_calls
 from condense.hub.adapters import check_adapter_config
 from condense.hub.loading import check_source
 from condense.hub.untrained import warn_if_untrained
-from condense.prefill import TOKENS_PER_CALL, columns_per_call, prefill_calls
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from .decoding import decodes_together, max_positions, neutral_decoding
 

@@ -11,13 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 
 from condense import FoldedCache, laboratories
-from condense.cache_argument import cache_of
 from condense.checks import check_attention, check_dtype
-from condense.generation import RefuseNonFiniteLogits
+from condense.generation.nonfinite_logits import RefuseNonFiniteLogits
+from condense.generation.prefill import columns_per_call
 from condense.hub.fingerprint import fingerprint
 from condense.hub.loading import check_source, load_config, load_model, load_tokenizer
 from condense.hub.weights import weights_fingerprint
-from condense.prefill import columns_per_call
+from condense.state.cache_argument import cache_of
 
 from .decode_state import state_bytes
 from .decoding import bytes_since, decodes_together, held_by_modules, neutral_decoding, reads_in_parts

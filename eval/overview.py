@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from condense.files import read_text
 from condense.laboratories import SHOWN_BY
+from condense.utils.files import read_text
 
 from .results import Table
 

@@ -23,8 +23,8 @@ import torch
 from torch.distributed import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from condense.progress import Terminated
 from condense.training.subprocesses import child_environment, end_with_parents, run_all_to_end
+from condense.utils.progress import Terminated
 
 WITHOUT_LIMIT = timedelta(days=365)
 INTERVAL_S = 0.1

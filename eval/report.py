@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from condense import laboratories
-from condense.files import atomic_file, check_not_linked, read_text
+from condense.utils.files import atomic_file, check_not_linked, read_text
 
 from .overview import Figure, Overview, own_results, own_tables, read_harness
 from .results import MAKE_ROOM, Table, write_results

@@ -22,7 +22,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from condense.files import atomic_file, check_not_linked
+from condense.utils.files import atomic_file, check_not_linked
 
 from . import table_layout
 

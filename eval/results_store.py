@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from condense.files import append_line, atomic_file, check_not_linked, check_output_folder, naming_file
 from condense.training.output_lock import output_lock
+from condense.utils.files import append_line, atomic_file, check_not_linked, check_output_folder, naming_file
 
 RESUMES = "Make room, and start the same command again: it measures nothing twice."
 

@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any, ClassVar, Generic, TypeVar
 
 from condense.hub.untrained import warn_if_untrained
-from condense.progress import ProgressBar, stoppable
+from condense.utils.progress import ProgressBar, stoppable
 
 from .overview import Figure
 from .positions import exceeded, positions_exceeded

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from condense.files import read_text
+from condense.utils.files import read_text
 
 from .results import Table, picture, set_log_scale, write_results
 

@@ -21,12 +21,12 @@ sys.path.insert(0, str(ROOT))
 
 from condense.cli.main import convert  # noqa: E402
 from condense.eval.report import write_report  # noqa: E402
-from condense.notices import without_notices  # noqa: E402
 from condense.training.launch import launch, load_local_recipe, num_ranks  # noqa: E402
 from condense.training.output_lock import check_unlocked, output_lock  # noqa: E402
 from condense.training.recipe import load_recipe  # noqa: E402
 from condense.training.small_llama import save_small_llama  # noqa: E402
 from condense.training.subprocesses import run_all_to_end, run_to_end  # noqa: E402
+from condense.utils.notices import without_notices  # noqa: E402
 
 RECIPE = Path("passkey_quickstart")
 SEGMENT = 40

@@ -43,7 +43,7 @@ TRAINER_NAMES = {
 API = {
     "Models": ("condense.modeling", ["CondenseModel", "CondenseForCausalLM"]),
     "Configuration": ("condense.configuration", ["CondenseConfig"]),
-    "Memory": ("condense.cache", ["FoldedCache"]),
+    "Memory": ("condense.state.cache", ["FoldedCache"]),
     "Conversion": ("condense.hub.conversion", ["to_stock"]),
     "Reference": ("condense.reference", []),
     "Recipes": ("condense.training.recipe.schema", ["Recipe"]),

@@ -119,17 +119,17 @@ def noted(monkeypatch):
 
 
 class Said:
-    """The lines that `condense.notices` has said since the last `clear`; each may then be said again."""
+    """The lines that `condense.utils.notices` has said since the last `clear`; each may then be said again."""
 
     def __init__(self, log: pytest.LogCaptureFixture):
         self.log = log
         self.clear()
 
     def __call__(self) -> list[str]:
-        return [record.getMessage() for record in self.log.records if record.name == "condense.notices"]
+        return [record.getMessage() for record in self.log.records if record.name == "condense.utils.notices"]
 
     def clear(self) -> None:
-        from condense import notices
+        from condense.utils import notices
 
         notices._say.cache_clear()
         self.log.clear()

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate
-from condense.files import atomic_folder
 from condense.training.recipe import load_recipe
+from condense.utils.files import atomic_folder
 
 pytestmark = pytest.mark.process
 

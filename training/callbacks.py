@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from .data.curriculum import CurriculumState
 from .recipe import Recipe

@@ -9,7 +9,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
-from condense.files import read_text
+from condense.utils.files import read_text
 
 from .presets import find_deepspeed_config
 from .recipe import Recipe

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from condense.files import check_not_linked, check_output_folder, read_text
 from condense.hub.adapters import RECIPE
+from condense.utils.files import check_not_linked, check_output_folder, read_text
 
 from .checkpoints.complete import newest_checkpoint
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from condense.files import check_not_linked
+from condense.utils.files import check_not_linked
 
 PATIENCE_S = 2.0  # another process's check holds the lock for a moment
 

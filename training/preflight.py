@@ -10,9 +10,9 @@ import yaml
 from pydantic import ValidationError
 
 from condense.checks import check_attention, check_full_attention
-from condense.files import check_output_folder
 from condense.hub.loading import first_line
-from condense.notices import say_once
+from condense.utils.files import check_output_folder
+from condense.utils.notices import say_once
 
 from .adapters import check_targets
 from .checkpoints.resume import check_zero_stage, find_checkpoint

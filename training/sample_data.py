@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from condense.files import check_not_linked
+from condense.utils.files import check_not_linked
 
 from .data.fact_kinds import all_texts
 from .data.passkey import NAMES, PASSKEY_TEXTS

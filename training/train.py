@@ -36,10 +36,8 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 from transformers.utils import logging
 
-from condense.files import use_default_mode
 from condense.hub.adapters import RECIPE
 from condense.hub.generation_settings import remove_ineffective
-from condense.notices import without_notices
 from condense.training import distributed
 from condense.training.adapters import add_adapters
 from condense.training.allocator import record_history, snapshot_when_full
@@ -74,6 +72,8 @@ from condense.training.stopping import StopOnSignal, Stopped
 from condense.training.subprocesses import PLEASE_SAVE, STOPPED, end_with_parents
 from condense.training.trainer import RecipeTrainer
 from condense.training.wandb_run import wandb_run
+from condense.utils.files import use_default_mode
+from condense.utils.notices import without_notices
 
 LAUNCHER_S = 5.0  # for the launcher to end the ranks after one has failed and said why
 OPTIMIZERS = {"adamw": "adamw_torch_fused"}  # a recipe's name: Trainer's name

@@ -17,8 +17,8 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerControl
 
 from condense.ops.host_copy import HostCopy
-from condense.progress import ProgressBar
 from condense.segmentation import on_device
+from condense.utils.progress import ProgressBar
 
 from .allocator import cuda_memory
 from .answer_accuracy import num_right

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..memory import Memory, RecurrentState
 from ..ops.kernels.rotary import RotaryTables
 from ..segmentation import Chunk, UnpaddedBatch, on_device
+from ..state.memory import Memory, RecurrentState
 from ..token_inputs import ChunkInputs, TokenInputs
 from .mask import AttentionMask
 

@@ -85,11 +85,11 @@ def convert(
     from condense import CondenseConfig, CondenseForCausalLM
     from condense.checks import check_dtype
     from condense.families import family_of
-    from condense.files import check_new_folder
     from condense.hub.adapters import check_adapters, check_base, merge_adapters, trained_memory
     from condense.hub.loading import load_config, load_model, load_tokenizer
     from condense.hub.untrained import diverges
-    from condense.notices import without_notices
+    from condense.utils.files import check_new_folder
+    from condense.utils.notices import without_notices
 
     check_dtype(dtype)
     check_new_folder(target)
@@ -136,9 +136,9 @@ def _given(to: ModelFormat, sink: dict[str, Any], **options: Any) -> dict[str, A
 
 def _write(target: Path, model: Any, tokenizer: Any, former_names_of: str | None) -> None:
     """Saves a model and its tokenizer, a stock model made of `former_names_of` with transformers 4's names, too."""
-    from condense.files import atomic_folder, use_default_mode
     from condense.hub.conversion import write_former_names
     from condense.hub.loading import tokenizer_class
+    from condense.utils.files import atomic_folder, use_default_mode
 
     with atomic_folder(target) as folder:
         model.save_pretrained(folder)

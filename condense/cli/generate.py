@@ -91,7 +91,7 @@ def generate(
     quiet()
     from condense import FoldedCache
     from condense.checks import check_attention, check_dtype
-    from condense.files import check_output_file, read_text
+    from condense.utils.files import check_output_file, read_text
 
     check_dtype(dtype)
     check_attention(attention)
@@ -149,7 +149,7 @@ def _asked(
 
 def _check_states(load_state: Path | None, save_state: Path | None, chat: bool, prompts: Path | None) -> None:
     """Raises `ValueError` for a file that isn't a state or can't be written, and for options that don't fit."""
-    from condense.state_file import check_new_state, check_state
+    from condense.state.state_file import check_new_state, check_state
 
     for name, path in (("--load-state", load_state), ("--save-state", save_state)):
         if path is not None and chat:
@@ -166,8 +166,8 @@ def _check_states(load_state: Path | None, save_state: Path | None, chat: bool, 
 def _answer_file(path: Path, asked: Sequence[Any], model: str, before: str, settings: dict[str, Any]) -> Any:
     """Opens the file of answers. It keeps the settings, and fingerprints of the model and the text before."""
     from condense.cli.prompts import AnswerFile
-    from condense.files import check_output_file
     from condense.hub.fingerprint import fingerprint
+    from condense.utils.files import check_output_file
 
     check_output_file(path)
     prompt_file = hashlib.sha256(before.encode()).hexdigest() if before else None
@@ -178,7 +178,7 @@ def _check_chat(model: str, before: str, asked: Sequence[Any]) -> None:
     """Raises `ValueError` for a model without a chat template, and for a prompt that its template rejects."""
     from transformers import AutoConfig
 
-    from condense.chat import chat_text, check_chat_template
+    from condense.generation.chat import chat_text, check_chat_template
     from condense.hub.loading import load_config, load_tokenizer
 
     tokenizer = load_tokenizer(model, load_config(AutoConfig, model))
@@ -189,7 +189,7 @@ def _check_chat(model: str, before: str, asked: Sequence[Any]) -> None:
 
 def _answer_all(asked: Sequence[Any], file: Any, answer: Callable[..., dict[str, Any]]) -> None:
     """Appends the answers that a file doesn't have yet, each as soon as it is complete."""
-    from condense.progress import ProgressBar, stoppable
+    from condense.utils.progress import ProgressBar, stoppable
 
     with stoppable(lambda: f"{file.path} keeps the answers that are complete"):
         left = asked[file.num_answered :]
@@ -211,11 +211,11 @@ def _answer(
     import torch
     from transformers import LogitsProcessorList, TextStreamer
 
-    from condense.cache import FoldedCache
-    from condense.cache_argument import CACHE
-    from condense.chat import chat_text, end_tokens
-    from condense.generation import RefuseNonFiniteLogits
-    from condense.text import encode
+    from condense.generation.chat import chat_text, end_tokens
+    from condense.generation.nonfinite_logits import RefuseNonFiniteLogits
+    from condense.state.cache import FoldedCache
+    from condense.state.cache_argument import CACHE
+    from condense.utils.text import encode
 
     chat, control = settings["chat"], settings["control"]
     if chat:
@@ -303,8 +303,8 @@ def _load_folded(source: str, **options: Any) -> tuple[Any, Any]:
 
 def _prefill(model: Any, input_ids: Any, with_bar: bool, cache: Any, **options: Any) -> None:
     """Reads a prompt, which may be empty, into a cache."""
-    from condense.prefill import prefill
-    from condense.progress import ProgressBar
+    from condense.generation.prefill import prefill
+    from condense.utils.progress import ProgressBar
 
     num_segments = -(-input_ids.shape[1] // model.config.segment_length)
     with ProgressBar(total=num_segments, unit="segment", desc="reading", disable=not with_bar) as bar:
@@ -313,7 +313,7 @@ def _prefill(model: Any, input_ids: Any, with_bar: bool, cache: Any, **options: 
 
 def _save_state(model: Any, last_token: Any, cache: Any, path: Path, **options: Any) -> None:
     """Writes the state after a prompt, whose last token `generate` will read into the cache."""
-    from condense.prefill import prefill
+    from condense.generation.prefill import prefill
 
     before = cache.snapshot()
     prefill(model, last_token, cache, **options)
@@ -323,7 +323,7 @@ def _save_state(model: Any, last_token: Any, cache: Any, path: Path, **options: 
 
 def _report_answer(figures: dict[str, Any], report: Path | None) -> None:
     """Prints the figures of a single answer, and writes them to the report, if requested."""
-    from condense.files import atomic_file
+    from condense.utils.files import atomic_file
 
     rate = figures["prompt_tokens_per_second"]
     read_rate = "" if rate is None else f" at {rate:,.0f} tokens/s"

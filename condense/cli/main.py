@@ -100,10 +100,10 @@ def train(
         return
     import torch
 
-    from condense.files import atomic_file, check_output_file
     from condense.training.launch import load_local_recipe
     from condense.training.planning.dry_run import dry_run as plan_run
     from condense.training.recipe import load_recipe
+    from condense.utils.files import atomic_file, check_output_file
 
     if report is not None:
         check_output_file(report)

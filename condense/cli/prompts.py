@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..fields import field_names, find_field
-from ..files import append_line, decode_text
+from ..utils.fields import field_names, find_field
+from ..utils.files import append_line, decode_text
 
 START = b'{"line": '  # of every record
 

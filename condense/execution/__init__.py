@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ..embedding import ChunkEmbedder
-from ..memory import RecurrentState, TransientState
+from ..state.memory import RecurrentState, TransientState
 from .checkpointing import CheckpointedExecutor, CheckpointFunction
 from .executor import Executor
 from .graph import SEGMENTS, GraphExecutor

@@ -17,7 +17,6 @@ import torch
 
 from ..attention import AttentionMask, attend
 from ..layers import blend, detach_rows
-from ..memory import Memory
 from ..ops.kernels.attention_inputs import AttentionInputs, attention_inputs, memory_of, takes_attention_kernels
 from ..ops.kernels.availability import uses_kernels
 from ..ops.kernels.rms_norm import add_rms_norm, input_and_rms_norm, num_parts, takes_norm_kernel
@@ -28,6 +27,7 @@ from ..ops.products import stacked_products
 from ..ops.shared_weights import Begun, product_dtype, used, used_part
 from ..ops.transforms import join
 from ..segmentation import Chunk
+from ..state.memory import Memory
 from .group_buffers import GroupBuffers
 from .stacked_products import add_products, summed_products
 from .stacking import Stack

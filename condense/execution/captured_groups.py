@@ -22,7 +22,7 @@ from torch import nn
 
 from ..attention import AttentionMetadata
 from ..attention.mask import AttentionMask
-from ..memory import Memory, TransientState
+from ..state.memory import Memory, TransientState
 from .cuda_graph import GRAPHS, Graphs, Pool
 from .executor import ChunkOutput
 from .group_buffers import GroupBuffers

@@ -19,8 +19,8 @@ from torch import nn
 
 from ..attention import AttentionMetadata
 from ..embedding import ChunkEmbedder
-from ..memory import KeyValueState, Memory, TransientState
 from ..ops.shared_weights import for_recomputation
+from ..state.memory import KeyValueState, Memory, TransientState
 from .executor import ChunkOutput, Executor
 
 logger = logging.getLogger(__name__)

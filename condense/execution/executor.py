@@ -10,8 +10,8 @@ import torch
 
 from ..attention import AttentionMetadata
 from ..decoder_stack import DecoderBlock
-from ..memory import KeyValueState, Memory
 from ..segmentation import Chunk
+from ..state.memory import KeyValueState, Memory
 
 ChunkOutput = tuple[Chunk, torch.Tensor]  # a chunk, and the last layer's output [R, T, D]
 Embed = Callable[[Chunk], torch.Tensor]  # the input [R, T, D] of the first layer for the next chunk

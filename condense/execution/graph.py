@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ..attention import AttentionMetadata
 from ..configuration import CondenseConfig
 from ..embedding import ChunkEmbedder
-from ..memory import RecurrentState
 from ..ops.shared_weights import begin
 from ..ops.transforms import is_transformed
 from ..segmentation import SegmentPositions
+from ..state.memory import RecurrentState
 from .captured_groups import CapturedGroup, Flight, Group, captured_groups_of, pairs_of
 from .checkpointing import CheckpointFunction, storage_of
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from ..configuration import CondenseConfig
-from ..memory import RecurrentState
 from ..segmentation import SegmentPositions
+from ..state.memory import RecurrentState
 from .graph import graph_stack, has_whole_segments
 from .stacking import REMEDY, Stack, check_stackable, has_stack, is_stackable
 

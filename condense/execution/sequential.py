@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..attention import AttentionMetadata
 from ..decoder_stack import DecoderBlock
-from ..memory import RecurrentState
+from ..state.memory import RecurrentState
 from .executor import ChunkOutput, Embed, run_layers
 
 

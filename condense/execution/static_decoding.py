@@ -26,12 +26,12 @@ from transformers import PreTrainedModel
 
 from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import rotary_tables
-from ..cache import FoldedCache
-from ..cache_layer import FoldedCacheLayer
-from ..memory import Memory
 from ..ops.linear import apply_linear
 from ..segmentation import Chunk, SegmentPositions, UnpaddedBatch, on_device
 from ..sinks import compute_sinks
+from ..state.cache import FoldedCache
+from ..state.cache_layer import FoldedCacheLayer
+from ..state.memory import Memory
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import run_layers
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..attention import AttentionMask, AttentionMetadata
 from ..attention.metadata import RotaryTables
-from ..memory import Memory, RecurrentState
+from ..state.memory import Memory, RecurrentState
 from .band import Band, BandMetadata, run_band
 from .executor import ChunkOutput, Embed
 from .group_buffers import GroupBuffers

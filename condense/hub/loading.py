@@ -25,8 +25,8 @@ from .. import gguf_files
 from ..checks import check_tokenizer
 from ..configuration import CondenseConfig, check_llama_fields
 from ..families import FAMILIES
-from ..files import is_lfs_pointer
 from ..laboratories import REGISTERED_BY, STOCK_MODELS
+from ..utils.files import is_lfs_pointer
 from .generation_settings import check_settings
 from .source_name import stored_source
 from .transformers_private import get_tokenizer_config

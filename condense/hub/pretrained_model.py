@@ -7,13 +7,13 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..cache_argument import CACHE_NAMES
 from ..checks import check_shares
 from ..configuration import ATTENTION_IMPLEMENTATIONS, OWN_ATTENTION, CondenseConfig
 from ..execution.checkpointing import non_reentrant, offload_checkpoint
 from ..families import family_of
-from ..files import use_default_mode
 from ..gguf_files import HUB_OPTIONS, find_file
+from ..state.cache_argument import CACHE_NAMES
+from ..utils.files import use_default_mode
 from .card import write_card
 from .loading import check_loading_report, load_model, without_load_report
 from .source_name import check_name, name_as_in_memory

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..notices import say_once
+from ..utils.notices import say_once
 from .source_name import stored_source
 from .weights import spread_values
 

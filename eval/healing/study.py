@@ -22,12 +22,12 @@ from condense.checks import check_full_attention
 from condense.hub import loading
 from condense.hub.adapters import merge_adapters
 from condense.memory_share import parse_share, parse_sink
-from condense.notices import without_notices
 from condense.training.data.shards import source_files
 from condense.training.data.tasks import make_examples
 from condense.training.preflight import check_run
 from condense.training.recipe import Recipe, Source
 from condense.training.recipe.models import stock_class
+from condense.utils.notices import without_notices
 
 from ..intervals import band, shown
 from ..models import SETTINGS_OF_SOURCE, load_evaluated

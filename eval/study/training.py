@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from condense.files import atomic_folder
 from condense.hub.adapters import RECIPE
 from condense.training.output_lock import was_finished
 from condense.training.recipe import Recipe
 from condense.training.train import train
+from condense.utils.files import atomic_folder
 
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 PAPERS_MEMORY = {"memory_share": 1.0, "sink_token_id": None}  # for models that learn to use it from random weights

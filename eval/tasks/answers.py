@@ -17,12 +17,12 @@ from unicodedata import normalize
 
 import regex
 
-from condense.chat import chat_ids, end_tokens
-from condense.fields import MISSING, field_names, find_field
-from condense.text import encode
+from condense.generation.chat import chat_ids, end_tokens
 from condense.training.data.documents import good_documents
 from condense.training.data.shards import Problem, open_shards, wrong_encoding
 from condense.training.recipe import Source
+from condense.utils.fields import MISSING, field_names, find_field
+from condense.utils.text import encode
 
 from ..models import EvaluatedModel
 from ..overview import Figure

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from condense.progress import ProgressBar
 from condense.training.data.documents import Document, good_documents, read_documents
 from condense.training.data.shards import Problem, source_files
 from condense.training.data.summarization import prompt_frame, prompt_ids
 from condense.training.recipe import Source
+from condense.utils.progress import ProgressBar
 
 from .options import BadDocuments
 from .rouge import Rouge

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from transformers import AutoConfig
 
-from condense.chat import check_chat_template
+from condense.generation.chat import check_chat_template
 from condense.hub.loading import load_config, load_tokenizer
 
 from ..models import EvaluatedModel, generate, load_models, split_name

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from condense.files import atomic_file, read_text
-from condense.progress import ProgressBar
-from condense.text import encode
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.data.samples import draw
 from condense.training.recipe import Source
+from condense.utils.files import atomic_file, read_text
+from condense.utils.progress import ProgressBar
+from condense.utils.text import encode
 
 from ..decoding import neutral_decoding
 from ..models import EvaluatedModel

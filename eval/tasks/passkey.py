@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from condense.chat import chat_frame, end_tokens
+from condense.generation.chat import chat_frame, end_tokens
 from condense.training.data.passkey import PasskeyTask
 
 from .. import paper

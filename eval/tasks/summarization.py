@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense.chat import chat_ids, end_tokens
+from condense.generation.chat import chat_ids, end_tokens
 from condense.training.data.documents import Document
 from condense.training.data.summarization import prompt_ids, prompt_text
 

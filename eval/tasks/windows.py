@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from condense.cache_argument import CACHE, cache_of
-from condense.text import encode
+from condense.state.cache_argument import CACHE, cache_of
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Source
+from condense.utils.text import encode
 
 from ..decoding import reads_in_parts
 

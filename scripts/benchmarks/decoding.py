@@ -12,9 +12,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from condense import FoldedCache
-from condense.cache_argument import CACHE
 from condense.eval.benchmark.models import build_model
 from condense.eval.results import Table, hardware
+from condense.state.cache_argument import CACHE
 
 from .timing import medians_in_turn
 

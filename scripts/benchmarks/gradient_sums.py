@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from condense import CondenseForCausalLM, modeling
 from condense.eval.results import Table, hardware
 from condense.eval.study.training import PAPERS_MEMORY
-from condense.files import read_text
+from condense.utils.files import read_text
 
 SEGMENT_LENGTH = 16
 ORDERS = {

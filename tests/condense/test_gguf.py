@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from condense import CondenseConfig, CondenseForCausalLM, CondenseModel, extras
-from condense.chat import chat_ids, end_tokens
+from condense.generation.chat import chat_ids, end_tokens
 from condense.gguf_files.header import read_header
 from condense.hub.fingerprint import fingerprint
 from condense.hub.loading import check_source, load_config, load_model, load_tokenizer

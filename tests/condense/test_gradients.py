@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import condense.loss
 from condense import FoldedCache, modeling, to_stock
 from condense.execution.checkpointing import _say_non_reentrant
-from condense.memory import TransientState
+from condense.state.memory import TransientState
 
 from .models import (
     MEMORIES,

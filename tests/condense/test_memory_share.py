@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.cache_argument import CACHE
 from condense.labs.depth import convert_to_depth
+from condense.state.cache_argument import CACHE
 
 from .models import random_ids, tiny_model
 

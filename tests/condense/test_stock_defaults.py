@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Trainer, TrainingArguments
 
-from condense import CondenseConfig, CondenseForCausalLM, notices
-from condense.cache_argument import CACHE
-from condense.prefill import prefill
+from condense import CondenseConfig, CondenseForCausalLM
+from condense.generation.prefill import prefill
 from condense.reference import reference_logits
+from condense.state.cache_argument import CACHE
 from condense.training.recipe.models import CondenseModel
+from condense.utils import notices
 from tests.commands import printed
 from tests.condense.models import PAPERS_MEMORY, random_adapters, random_ids, tiny_config, weights
 from tests.refusals import assert_refused

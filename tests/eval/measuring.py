@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import condense.cli.main
 from condense import CondenseForCausalLM
-from condense.cache_argument import CACHE
+from condense.state.cache_argument import CACHE
 from tests.condense.models import PAPERS_MEMORY
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from condense.eval.results import DPI, picture, set_log_scale, write_csv, write_results
 from condense.eval.results_store import open_results_store
 from condense.eval.tasks.answers import Answers
-from condense.files import atomic_file
+from condense.utils.files import atomic_file
 
 FORMULAS = ('=HYPERLINK("http://x")', "+1+1", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1")
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from condense.files import use_default_mode
 from condense.hub.card import CARD
+from condense.utils.files import use_default_mode
 
 from ..full_disk import room_for
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from condense.files import read_text
+from condense.utils.files import read_text
 
 POINTERS = ("latest", "latest_universal")  # files naming the folder DeepSpeed loads from
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from condense.text import first_tokens
+from condense.utils.text import first_tokens
 
 from .documents import Document
 from .store import Tokens

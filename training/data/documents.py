@@ -6,7 +6,7 @@ Several sources take turns until each has ended.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from condense.fields import MISSING, field_names, find_field
+from condense.utils.fields import MISSING, field_names, find_field
 
 from ..recipe import BadDocuments, Source
 from .shards import Problem, Record, open_shards, wrong_encoding

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
-from condense.choices import check_choice
+from condense.utils.choices import check_choice
 
 if TYPE_CHECKING:  # the command line reads the kinds of stories only
     from numpy.random import Generator

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from condense.text import first_tokens
+from condense.utils.text import first_tokens
 
 from .background import Background, sentences_of
 from .encoding import remembering_encoder, unknown_words

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from condense.text import first_tokens
+from condense.utils.text import first_tokens
 
 from .encoding import equally_long, remembering_encoder, unknown_words
 from .examples import Example, GeneratedTask, collate, random_length

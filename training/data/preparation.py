@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from ..recipe import DocumentData, Source, TextData
 from .chunks import Chunk, Outcome, Reading, read_chunks

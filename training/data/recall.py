@@ -21,8 +21,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from condense.choices import check_choice
-from condense.text import first_tokens
+from condense.utils.choices import check_choice
+from condense.utils.text import first_tokens
 
 from .encoding import equally_long, remembering_encoder, unknown_words
 from .examples import Example, GeneratedTask, collate, random_length

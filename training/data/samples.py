@@ -16,10 +16,10 @@ from filelock import FileLock
 from transformers import GenerationConfig
 
 from condense import CondenseForCausalLM, to_stock
-from condense.generation import RefuseNonFiniteLogits
+from condense.generation.nonfinite_logits import RefuseNonFiniteLogits
 from condense.hub import loading
-from condense.notices import without_notices
-from condense.progress import ProgressBar
+from condense.utils.notices import without_notices
+from condense.utils.progress import ProgressBar
 
 from ..checkpoints.contents import contents_of
 from .store import FORMAT, Store, Tokens, name_of, part_name, room_for, write_part_file

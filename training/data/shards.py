@@ -13,8 +13,8 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from condense.files import decode_text
 from condense.hub.loading import first_line
+from condense.utils.files import decode_text
 
 from ..recipe import Source
 from .grouping import groups

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from condense.text import first_tokens
+from condense.utils.text import first_tokens
 
 from .documents import Document
 from .store import Tokens

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from condense.text import first_tokens, pieces_of
+from condense.utils.text import first_tokens, pieces_of
 
 from .documents import Document
 from .examples import IGNORE_INDEX, Example, index_in_epoch, times_read

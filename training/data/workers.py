@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from .chunks import Chunk, Reading, read_chunks
 from .store import Encode, Need, room_for

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from condense import CondenseConfig
-from condense.files import read_text
+from condense.utils.files import read_text
 
 from ..presets import find_recipe
 from .errors import explain

@@ -19,7 +19,7 @@ from condense.execution.cuda_graph import STATIC_IMPLEMENTATIONS
 from condense.families import FAMILIES
 from condense.hub import loading
 from condense.loss import max_tokens
-from condense.notices import say_once, without_notices
+from condense.utils.notices import say_once, without_notices
 
 from .section import MAY_CHANGE, Registry, Section, one_of
 

@@ -29,10 +29,10 @@ from condense.configuration import IGNORE_INDEX, CondenseConfig
 from condense.embedding import as_hidden
 from condense.execution.executor import run_layers
 from condense.loss import next_labels
-from condense.memory import KeyValueState, Memory, TransientState
 from condense.modeling import CondenseForCausalLM
 from condense.outputs import CondenseOutput
 from condense.segmentation import Chunk, UnpaddedBatch, on_device
+from condense.state.memory import KeyValueState, Memory, TransientState
 
 from .block_generation import generate_blocks
 from .wrapper import cross_entropies

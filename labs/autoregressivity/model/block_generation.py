@@ -10,9 +10,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from condense.cache import FoldedCache
-from condense.choices import check_choice
-from condense.memory import Memory
+from condense.state.cache import FoldedCache
+from condense.state.memory import Memory
+from condense.utils.choices import check_choice
 
 ORDERS = ("confidence", "random")
 # Neutral values of options of transformers' generate that would change the text and that blocks do not support.

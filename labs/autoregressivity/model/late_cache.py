@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from condense.cache_argument import CACHE, cache_of
+from condense.state.cache_argument import CACHE, cache_of
 
 
 class LateCache(Cache):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from condense.cache_argument import CACHE, takes_past_key_values
 from condense.configuration import IGNORE_INDEX
+from condense.state.cache_argument import CACHE, takes_past_key_values
 
 from .late_cache import LateCache
 from .wrapper import SegmentSums, WrapperConfig, WrapperForCausalLM, WrapperOutput, positions_of, real_tokens

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from condense.cache_argument import CACHE, takes_past_key_values
-from condense.choices import check_choice
 from condense.configuration import IGNORE_INDEX
 from condense.loss import next_labels
+from condense.state.cache_argument import CACHE, takes_past_key_values
+from condense.utils.choices import check_choice
 
 from .late_cache import LateCache
 from .wrapper import SegmentSums, WrapperConfig, WrapperForCausalLM, WrapperOutput, positions_of, real_tokens

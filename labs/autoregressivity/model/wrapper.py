@@ -18,14 +18,14 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from condense import loss
-from condense.cache_argument import CACHE, CACHE_NAMES
 from condense.configuration import IGNORE_INDEX, CondenseConfig
 from condense.families import FAMILIES
-from condense.files import use_default_mode
-from condense.generation_mixin import OwnCacheGenerationMixin
+from condense.generation.mixin import OwnCacheGenerationMixin
 from condense.hub.remote_code import RemoteCodeConfig
 from condense.laboratories import DEPTH_LLAMA
 from condense.ops.shared_weights import share_weights
+from condense.state.cache_argument import CACHE, CACHE_NAMES
+from condense.utils.files import use_default_mode
 
 from .late_cache import LateCache
 

@@ -16,7 +16,7 @@ from condense.eval.options import stored
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Key, Record
 from condense.eval.runner import Results
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from ..training.beam_search import beam_search, num_evaluations
 from ..training.denoiser import DenoiserModel

@@ -22,11 +22,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from condense.eval.study.training import PAPERS_MEMORY, make_once, study_recipe, train_alone
 from condense.eval.texts import HUB, hub_text, train_tokenizer
-from condense.files import read_text
 from condense.hub import loading
 from condense.hub.fingerprint import fingerprint
 from condense.training.recipe import Recipe
 from condense.training.sample_data import story
+from condense.utils.files import read_text
 
 from .options import AblationOptions
 from .text_quality import generate, text_quality

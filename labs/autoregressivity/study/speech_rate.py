@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from condense import CondenseForCausalLM
-from condense.cache_argument import cache_of
 from condense.eval.intervals import interval, shown
 from condense.eval.options import stored
 from condense.eval.results import Table, picture
@@ -22,6 +21,7 @@ from condense.eval.results_store import Key, Record
 from condense.eval.runner import Results
 from condense.eval.study.training import make_once
 from condense.hub import loading
+from condense.state.cache_argument import cache_of
 
 from ..training.speech_rate import Difficulty, SpeechRate
 from .experiment import Experiment, figures, means, titles

@@ -16,10 +16,10 @@ import condense.labs.autoregressivity  # noqa: F401  registers its models
 from condense.eval.results import MAKE_ROOM
 from condense.eval.results_store import Record
 from condense.eval.study.training import read_curve
-from condense.files import atomic_file
 from condense.training.data.batches import StageBatches
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import Recipe
+from condense.utils.files import atomic_file
 
 from ..training.denoiser import LONGEST, DenoiserModel
 from ..training.diffusion import sample, to_values

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from condense.choices import check_choice
 from condense.training.data.digits import MAX_VALUE, SIDE
+from condense.utils.choices import check_choice
 
 SCHEDULE = "squaredcos_cap_v2"
 SAMPLERS = ("ddpm", "ddim")

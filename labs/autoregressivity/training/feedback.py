@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import extract_model_from_parallel
 
-from condense.cache_argument import CACHE, cache_of
+from condense.state.cache_argument import CACHE, cache_of
 from condense.training.recipe.objectives import Losses, next_token_losses
 
 # Maps the logits [R, V] of the rows so far to the rows that continue (None: all, unchanged) and what each reads next:

@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 from torch.nn.utils.rnn import pad_sequence
 
 from condense import CondenseForCausalLM
-from condense.cache_argument import CACHE, cache_of
 from condense.hub import loading
+from condense.state.cache_argument import CACHE, cache_of
 from condense.training.draws import uniform
 from condense.training.recipe.objectives import OBJECTIVES, Losses, ObjectiveKind, next_token_losses
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from condense.cache_argument import CACHE, cache_of
-from condense.choices import check_choice
 from condense.configuration import POSITION_ANCHORS
+from condense.state.cache_argument import CACHE, cache_of
+from condense.utils.choices import check_choice
 
 from .quadrature import RULES, Rule, quadrature_weights
 from .sentence import Sentence

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import torch
 
-from condense.choices import check_choice
+from condense.utils.choices import check_choice
 
 Rule = Literal["rectangle", "trapezoid"]
 RULES = get_args(Rule)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from condense.choices import check_choice
 from condense.durations import LONGEST_PAIR, durations_from_time_steps
+from condense.utils.choices import check_choice
 
 from .spans import TextSpan
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.text import template_tokens
+from condense.utils.text import template_tokens
 
 from .. import ContinuousLM, Sentence, interpolate
 from ..model.adapter import OutsideTable

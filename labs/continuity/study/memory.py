@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from condense.cache import FoldedCache
 from condense.eval.results import Table, groups_of
+from condense.state.cache import FoldedCache
 from condense.training.data.passkey import PasskeyTask
 
 from .. import Sentence

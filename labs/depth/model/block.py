@@ -17,8 +17,8 @@ from condense.attention import AttentionMetadata
 from condense.configuration import CondenseConfig
 from condense.decoder_stack import BlockCost
 from condense.layers import CondenseDecoderLayer, RMSNorm, detach_rows
-from condense.memory import KeyValueState, Memory
 from condense.segmentation import Chunk, on_device
+from condense.state.memory import KeyValueState, Memory
 
 from .fields import MLPField, Tau
 from .settings import DepthSettings

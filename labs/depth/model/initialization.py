@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from condense.choices import check_choice
 from condense.modeling import CondenseForCausalLM
+from condense.utils.choices import check_choice
 
 from .block import DepthBlock
 from .fields import MLPField

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import Cache, LlamaConfig, LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from condense.cache_argument import CACHE, CACHE_NAMES, renamed, takes_past_key_values
 from condense.configuration import CondenseConfig
 from condense.control import (
     check_control,
@@ -23,13 +22,14 @@ from condense.control import (
     zero_control,
 )
 from condense.families import family_of
-from condense.generation_mixin import NoContinuousBatching
+from condense.generation.mixin import NoContinuousBatching
 from condense.hub.conversion import with_weights_of
 from condense.hub.peft_support import add_default_targets
 from condense.hub.remote_code import RemoteCodeConfig
 from condense.hub.transformers_private import LlamaAttention, LlamaDecoderLayer
 from condense.laboratories import DEPTH_LLAMA
 from condense.modeling import CondenseForCausalLM
+from condense.state.cache_argument import CACHE, CACHE_NAMES, renamed, takes_past_key_values
 
 from .block import build_field
 from .settings import DepthSettings

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoTokenizer
 
 from condense.eval.texts import HUB, hub_text, train_tokenizer
-from condense.files import read_text
-from condense.text import encode
 from condense.training.sample_data import ATTRIBUTES, SCENERY, story
+from condense.utils.files import read_text
+from condense.utils.text import encode
 
 from .models import Size
 from .options import DepthOptions

@@ -19,7 +19,7 @@ from transformers import GPT2LMHeadModel
 
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from .. import set_solver
 from ..model.settings import ADAPTIVE_SOLVERS

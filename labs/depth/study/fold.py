@@ -20,11 +20,11 @@ from condense.eval.statistics import wilson
 from condense.eval.study.training import PAPERS_MEMORY, make_once, train_alone
 from condense.eval.tasks.options import PasskeyOptions
 from condense.eval.tasks.passkey import Passkey
-from condense.notices import without_notices
 from condense.training.launch import launch, load_local_recipe
 from condense.training.output_lock import was_finished
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
+from condense.utils.notices import without_notices
 
 from .. import convert_to_depth, set_solver
 from .experiment import Experiment

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
 from condense.eval.study.training import make_once
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from ..model.block import NotFiniteError
 from .data import Corpus

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from condense.eval.study.training import make_once
-from condense.progress import ProgressBar
+from condense.utils.progress import ProgressBar
 
 from .interventions import Intervention, difference_of_means, intervene
 from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon, parted

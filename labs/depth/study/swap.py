@@ -21,12 +21,12 @@ from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
 from condense.eval.study.training import placed
-from condense.files import read_text
 from condense.hub.fingerprint import fingerprint
 from condense.hub.loading import load_config, load_model, load_tokenizer
-from condense.notices import without_notices
-from condense.progress import ProgressBar
 from condense.training.small_llama import passkey_tokenizer, small_llama
+from condense.utils.files import read_text
+from condense.utils.notices import without_notices
+from condense.utils.progress import ProgressBar
 
 from .. import convert_to_depth, fit_field, missed_share
 from .experiment import Experiment

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from condense.cache_argument import takes_past_key_values
 from condense.hub import loading
+from condense.state.cache_argument import takes_past_key_values
 from condense.training.recipe.models import MODELS, ModelKind, attention_option
 
 

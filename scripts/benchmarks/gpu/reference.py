@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.cache_argument import cache_of
 from condense.eval.benchmark.models import build_model, cast_parameters
+from condense.state.cache_argument import cache_of
 
 DECODED_TOKENS = 4  # before a segment's border, and after it
 

@@ -35,7 +35,7 @@ from condense.eval.benchmark.models import cast_parameters
 from condense.eval.benchmark.timing import free_memory
 from condense.eval.results import run_metadata
 from condense.hub.loading import load_model, load_tokenizer
-from condense.notices import without_notices
+from condense.utils.notices import without_notices
 
 from .session import log
 from .smollm2_models import parse_arm

@@ -23,7 +23,7 @@ from condense.eval.benchmark.timing import synchronize
 from condense.eval.intervals import interval
 from condense.eval.tasks.variants import variant
 from condense.eval.tasks.window_attention import WINDOW_SINKS, windowed
-from condense.text import encode
+from condense.utils.text import encode
 
 STOCK, SINK = "stock", "+sink"
 LOGITS_AT_ONCE = {"cuda": 2**28, "cpu": 2**22}

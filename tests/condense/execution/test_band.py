@@ -16,9 +16,9 @@ from condense.execution.group_buffers import GroupBuffers
 from condense.execution.stacking import stack_of
 from condense.execution.static_sums import static_sums
 from condense.execution.wavefront import band_metadata
-from condense.memory import Memory
 from condense.reference import decoder_layer, head_norm, linear, rms_norm, rotate
 from condense.segmentation import SegmentPositions
+from condense.state.memory import Memory
 
 from ..models import MEMORIES, random_durations, tiny_model
 

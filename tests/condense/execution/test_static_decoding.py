@@ -14,8 +14,8 @@ from condense.attention import dispatch
 from condense.execution import static_decoding
 from condense.execution.static_decoding import StaticDecoding, static_step
 
+from ..generation.test_generation import NUM_NEW, generated
 from ..models import padded_batch, random_durations, random_ids, tiny_model
-from ..test_generation import NUM_NEW, generated
 from .recording import recorded_graphs
 from .test_waits import num_copies, on_meta
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from condense import CondenseForCausalLM
 from condense.eval.tasks import evaluate
 from condense.eval.tasks.fold_arms import arm_losses
-from condense.text import encode
 from condense.training.small_llama import save_small_llama
+from condense.utils.text import encode
 
 from ...refusals import assert_refused
 from ..measuring import command

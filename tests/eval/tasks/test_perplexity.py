@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from condense import CondenseForCausalLM, to_stock
-from condense.cache_argument import CACHE
 from condense.eval.models import EvaluatedModel, load_evaluated
 from condense.eval.results_store import ResultsStore
 from condense.eval.runner import measure
 from condense.eval.tasks import windows
 from condense.eval.tasks.options import CURVES, PerplexityOptions
 from condense.eval.tasks.perplexity import Perplexity, curve_models
+from condense.state.cache_argument import CACHE
 from tests.condense.models import random_ids, tiny_model
 
 from ...refusals import assert_refused

@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 from packaging.requirements import Requirement
 
-from condense.files import read_text
 from condense.training.data import shards
 from condense.training.data.documents import Document, good_documents, make_document, read_documents, used_fields
 from condense.training.data.shards import Problem, open_shards
 from condense.training.recipe import Source
+from condense.utils.files import read_text
 
 from .hub import stream_files
 

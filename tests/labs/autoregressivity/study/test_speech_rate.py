@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from condense.cache_argument import cache_of
 from condense.labs.autoregressivity.study.experiments import ablate
 from condense.labs.autoregressivity.study.options import AblationOptions
 from condense.labs.autoregressivity.study.speech_rate import EVEN, SPEECHES, Speech, SpeechRates, talk
 from condense.labs.autoregressivity.training.speech_rate import Difficulty
+from condense.state.cache_argument import cache_of
 
 SMALL = AblationOptions(small=True, seeds=1)
 CHOSEN = [EVEN, Speech("cosine"), Speech("hard_long"), Speech("hard_long", True)]

@@ -6,7 +6,6 @@ from math import pi, sin
 import pytest
 import torch
 
-from condense.cache_argument import cache_of
 from condense.configuration import IGNORE_INDEX
 from condense.labs.autoregressivity.training.speech_rate import (
     LEVELS,
@@ -15,6 +14,7 @@ from condense.labs.autoregressivity.training.speech_rate import (
     SpeechRateObjective,
     cosine_durations,
 )
+from condense.state.cache_argument import cache_of
 from condense.training.recipe.objectives import next_token_losses
 
 from .models import ids_of, perturbed_model, small_model

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from condense.cache_argument import CACHE, cache_of
 from condense.labs.continuity import ContinuousLM, Sentence
 from condense.labs.ingredients.study.positions import PositionsForCausalLM, without_rotary
+from condense.state.cache_argument import CACHE, cache_of
 from tests.labs.continuity.study.models import llama
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]

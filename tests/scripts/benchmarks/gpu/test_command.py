@@ -238,7 +238,7 @@ def test_outcomes_of_the_tests_are_kept(end, tmp_path, monkeypatch):
     """Names are written while the tests run, so a stopped run still names the failed tests."""
 
     def pytest_run(command, cwd, stdout, timeout):
-        stdout.write("tests/condense/test_cache.py::test_a FAILED\n")
+        stdout.write("tests/condense/state/test_cache.py::test_a FAILED\n")
         assert command[1:3] == ["-m", "pytest"] and 0 < timeout <= 60
         if end == "out of time":
             raise subprocess.TimeoutExpired(command, timeout)

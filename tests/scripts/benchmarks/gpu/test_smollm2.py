@@ -12,11 +12,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
 from condense.eval.benchmark.models import cast_parameters
-from condense.text import encode
 from condense.training.data.passkey import FILLER
 from condense.training.distillation import token_losses
 from condense.training.planning.operations import text_flops as planned_flops
 from condense.training.small_llama import save_small_llama
+from condense.utils.text import encode
 from scripts.benchmarks.gpu.smollm2 import main
 from scripts.benchmarks.gpu.smollm2_models import (
     Learner,

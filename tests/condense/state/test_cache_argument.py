@@ -8,11 +8,11 @@ from transformers import GenerationMixin, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from condense import CondenseForCausalLM, FoldedCache, to_stock
-from condense.cache_argument import CACHE, CACHE_NAMES, cache_of, renamed
 from condense.labs.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
 from condense.labs.depth import convert_to_depth
+from condense.state.cache_argument import CACHE, CACHE_NAMES, cache_of, renamed
 
-from .models import random_ids, tiny_config, tiny_model
+from ..models import random_ids, tiny_config, tiny_model
 
 MODELS = {
     "folded": (tiny_model, lambda model: FoldedCache(model.config)),

@@ -9,8 +9,8 @@ import torch
 
 from condense import FoldedCache
 
-from ..refusals import assert_refused
-from .models import random_durations, random_ids, tiny_model
+from ...refusals import assert_refused
+from ..models import random_durations, random_ids, tiny_model
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from condense import FoldedCache
-from condense.prefill import prefill
-from condense.recording import CROP_TOKENS
+from condense.generation.prefill import prefill
+from condense.state.recording import CROP_TOKENS
 
-from ..products import half_of
-from ..refusals import assert_refused
-from . import models
-from .models import random_durations, random_ids
+from ...products import half_of
+from ...refusals import assert_refused
+from .. import models
+from ..models import random_durations, random_ids
 from .test_cache_refusals import Interrupted, interrupt
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -7,12 +7,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
-from condense.chat import chat_frame, chat_ids, chat_text, check_chat_template, end_tokens
-from condense.text import encode
+from condense.generation.chat import chat_frame, chat_ids, chat_text, check_chat_template, end_tokens
+from condense.utils.text import encode
 
-from ..chat_models import chat_tokenizer, greedy, save_chat_model
-from ..commands import printed
-from ..refusals import assert_refused
+from ...chat_models import chat_tokenizer, greedy, save_chat_model
+from ...commands import printed
+from ...refusals import assert_refused
 
 pytestmark = pytest.mark.unit
 
@@ -106,7 +106,7 @@ def test_a_part_of_the_message_is_not_dropped(tokenizer):
 
 
 def test_a_text_in_blocks_gets_no_first_token(tokenizer, monkeypatch):
-    monkeypatch.setattr("condense.text.CHARACTERS_PER_PIECE", 7)
+    monkeypatch.setattr("condense.utils.text.CHARACTERS_PER_PIECE", 7)
     whole = ids_of(tokenizer, TEXT)
     assert encode(tokenizer, TEXT, with_first=False)[0].tolist() == whole
     assert encode(tokenizer, TEXT)[0].tolist() == [tokenizer.bos_token_id, *whole]

@@ -1,6 +1,6 @@
 import pytest
 
-from condense.fields import MISSING, field_names, find_field
+from condense.utils.fields import MISSING, field_names, find_field
 
 pytestmark = pytest.mark.unit
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from condense import FoldedCache, prefill
+from condense import FoldedCache
+from condense.generation import prefill
 
-from .models import random_ids, tiny_model
+from ..models import random_ids, tiny_model
 
 pytestmark = [pytest.mark.usefixtures("no_grad"), pytest.mark.unit]
 

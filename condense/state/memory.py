@@ -8,10 +8,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .configuration import CondenseConfig
-from .durations import Timeline
-from .ops.transforms import join
-from .segmentation import Chunk, SegmentPositions, on_device
+from ..configuration import CondenseConfig
+from ..durations import Timeline
+from ..ops.transforms import join
+from ..segmentation import Chunk, SegmentPositions, on_device
 
 
 class KeyValueState(Protocol):

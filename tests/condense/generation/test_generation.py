@@ -9,13 +9,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM, LogitsProcessorList, T
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from condense import CondenseForCausalLM, CondenseModel, FoldedCache, modeling, to_stock
-from condense.generation import RefuseNonFiniteLogits
+from condense.generation.nonfinite_logits import RefuseNonFiniteLogits
 from condense.labs.autoregressivity import MultiTokenForCausalLM
 from condense.labs.depth import convert_to_depth, to_depth_llama
-from condense.recording import CROP_TOKENS
+from condense.state.recording import CROP_TOKENS
 
-from . import models
-from .models import padded_batch, random_durations, random_ids, tiny_model
+from .. import models
+from ..models import padded_batch, random_durations, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

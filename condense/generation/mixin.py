@@ -5,15 +5,15 @@ from typing import Any
 
 from transformers import GenerationMixin, MaxLengthCriteria
 
-from .cache import FoldedCache
-from .cache_argument import CACHE, renamed, takes_past_key_values
-from .checks import check_cache
-from .control import check_control_of_prompt, control_of_columns, drafts_with_control
-from .durations import durations_for_generation, durations_of_columns
-from .execution.static_decoding import check_static_step
-from .hub.untrained import warn_if_untrained
-from .notices import say_once
-from .recording import CROP_TOKENS
+from ..checks import check_cache
+from ..control import check_control_of_prompt, control_of_columns, drafts_with_control
+from ..durations import durations_for_generation, durations_of_columns
+from ..execution.static_decoding import check_static_step
+from ..hub.untrained import warn_if_untrained
+from ..state.cache import FoldedCache
+from ..state.cache_argument import CACHE, renamed, takes_past_key_values
+from ..state.recording import CROP_TOKENS
+from ..utils.notices import say_once
 
 
 class NoContinuousBatching:

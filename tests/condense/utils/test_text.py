@@ -7,13 +7,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from condense import text as module
 from condense.eval.tasks.windows import read_texts
-from condense.files import read_text
-from condense.text import encode, first_tokens, pieces_of, template_tokens
 from condense.training.data.documents import read_documents
 from condense.training.recipe import Source
 from condense.training.small_llama import word_tokenizer
+from condense.utils import text as module
+from condense.utils.files import read_text
+from condense.utils.text import encode, first_tokens, pieces_of, template_tokens
 
 SPECIAL = ["<s>", "</s>", "<unk>"]
 # Runs of spaces, line breaks, other scripts, and a line of words without sentences.

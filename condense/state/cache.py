@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from ..configuration import CondenseConfig
+from ..durations import Timeline
+from ..ops.transforms import autocast_dtype
+from ..segmentation import Chunk, SegmentPositions, on_device
 from .cache_layer import BUFFERS, FoldedCacheLayer
-from .configuration import CondenseConfig
-from .durations import Timeline
 from .memory import Memory
-from .ops.transforms import autocast_dtype
 from .recording import CROP_TOKENS, CacheSnapshot, Recording
-from .segmentation import Chunk, SegmentPositions, on_device
 from .state_file import read_state, write_state
 
 # The fields that a cache and a model must have in common.

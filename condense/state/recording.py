@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .durations import Timeline
-from .segmentation import Chunk, SegmentPositions
+from ..durations import Timeline
+from ..segmentation import Chunk, SegmentPositions
 
 CROP_TOKENS = 512  # the last tokens that a recording cache can remove; drafts of assisted decoding are shorter
 

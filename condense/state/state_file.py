@@ -15,12 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ..durations import Timeline
+from ..hub.weights import weights_fingerprint
+from ..segmentation import SegmentPositions
+from ..utils.files import atomic_file, check_output_file
 from .cache_layer import BUFFERS
-from .durations import Timeline
-from .files import atomic_file, check_output_file
-from .hub.weights import weights_fingerprint
 from .recording import CacheSnapshot
-from .segmentation import SegmentPositions
 
 FORM = "folded state 1"
 DTYPES = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .cache import FoldedCache
-from .cache_argument import CACHE, cache_of
-from .hub.untrained import warn_if_untrained
-from .modeling import CondenseForCausalLM
+from ..hub.untrained import warn_if_untrained
+from ..modeling import CondenseForCausalLM
+from ..state.cache import FoldedCache
+from ..state.cache_argument import CACHE, cache_of
 
 TOKENS_PER_CALL = 4096  # enough to fill a device; the memory of a call does not depend on the length of the text
 SEGMENTS_PER_CALL = 64  # enough for a wave to run most of its diagonals at full width

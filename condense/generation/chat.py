@@ -7,7 +7,7 @@ always has the same tokens.
 
 from typing import Any
 
-from .text import plain_ids
+from ..utils.text import plain_ids
 
 DATE = "26 Jul 2024"  # the default date of Llama 3.2's templates
 FIXED_DATE = f"{{% macro strftime_now(format) %}}{DATE}{{% endmacro %}}"  # for templates that ask for today's date

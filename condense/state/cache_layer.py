@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..segmentation import Chunk, on_device
 from .memory import Memory
-from .segmentation import Chunk, on_device
 
 ALL_HEADS = slice(None)
 BUFFERS = ("keys", "values", "next_keys", "next_values")

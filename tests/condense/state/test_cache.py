@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from condense import FoldedCache
 from condense.hidden_states import HiddenStateAccumulator
 
-from ..refusals import assert_refused
-from .models import MEMORIES, assert_rows_alone, logits_in_parts, random_durations, random_ids, tiny_model
+from ...refusals import assert_refused
+from ..models import MEMORIES, assert_rows_alone, logits_in_parts, random_durations, random_ids, tiny_model
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from condense import CondenseForCausalLM, CondenseModel, FoldedCache
-from condense.state_file import TIMELINE
+from condense.state.state_file import TIMELINE
 from tests.labs.depth.model.models import depth_model, random_control
 
-from ..refusals import assert_refused
-from .models import padded_batch, random_durations, random_ids, tiny_config, tiny_model
+from ...refusals import assert_refused
+from ..models import padded_batch, random_durations, random_ids, tiny_config, tiny_model
+from ..test_device_map import dispatched, folder  # noqa: F401  a fixture
 from .test_cache_refusals import Interrupted, interrupt
-from .test_device_map import dispatched, folder  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 

@@ -8,7 +8,7 @@ import torch
 from condense import FoldedCache, to_stock
 from condense.modeling import CondenseModel
 
-from .models import beam_search, padded_batch, random_ids, tiny_model
+from ..models import beam_search, padded_batch, random_ids, tiny_model
 
 NUM_NEW = 11  # several segments of 5
 

@@ -9,10 +9,10 @@ import termios
 
 import pytest
 
-from condense import progress
-from condense.progress import ProgressBar
+from condense.utils import progress
+from condense.utils.progress import ProgressBar
 
-from ..test_architecture import SOURCES
+from ...test_architecture import SOURCES
 
 pytestmark = pytest.mark.process
 
@@ -79,7 +79,7 @@ def test_a_terminal_shows_one_line_that_moves(new_process):
     termios.tcsetwinsize(theirs, (24, 80))
     code = (
         "import os, sys; os.dup2(os.open(sys.argv[1], os.O_RDWR), 2); os.environ['TERM'] = 'xterm'\n"
-        "from condense.progress import ProgressBar\nfor _ in ProgressBar(range(3), mininterval=0): pass"
+        "from condense.utils.progress import ProgressBar\nfor _ in ProgressBar(range(3), mininterval=0): pass"
     )
     assert new_process(code, os.ttyname(theirs)).returncode == 0
     os.close(theirs)
@@ -98,4 +98,4 @@ def test_all_bars_are_made_here():
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             makers += [name for module in modules if module.split(".")[0] == "tqdm"]
-    assert makers == ["condense.progress"]
+    assert makers == ["condense.utils.progress"]

@@ -86,6 +86,11 @@ def test_the_core_imports_no_laboratory(graph):
     assert outside == []
 
 
+def test_the_root_holds_the_model():
+    modules = [name for name in SOURCES if name.count(".") == 1 and not (ROOT / name.replace(".", "/")).is_dir()]
+    assert "condense.layers" in modules and len(modules) <= 30
+
+
 def test_a_laboratory_imports_only_those_before_it(graph):
     order = {name: number for number, name in enumerate(LABORATORIES)}
     pairs = {(laboratory_of(name), laboratory_of(other)) for name in graph for other in graph[name]}

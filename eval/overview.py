@@ -16,7 +16,7 @@ from typing import Any
 from condense.laboratories import SHOWN_BY
 from condense.utils.files import read_text
 
-from .results import Table
+from .results import Table, some_table
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,8 @@ class Overview:
     def tables(self) -> list[Table]:
         rows, measures = self.rows(), list(dict.fromkeys(figure.measure for figure, _ in self.figures))
         shown = [[measure, *(str(found.get(measure, "-")) for found in rows.values())] for measure in measures]
-        left_out = [[result, why] for result, why in self.left_out.items()]
-        return [
-            Table("models and tasks (95 % interval)", ["task", *rows], shown),
-            *([Table("not in the overview", ["result", "why"], left_out)] if left_out else []),
-        ]
+        made = [Table("models and tasks (95 % interval)", ["task", *rows], shown)]
+        return made + some_table("not in the overview", ["result", "why"], list(map(list, self.left_out.items())))
 
     def records(self) -> list[dict[str, Any]]:
         return [

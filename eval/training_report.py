@@ -12,6 +12,7 @@ from typing import Any
 
 from condense.utils.files import read_text
 
+from .charts import finish
 from .results import Table, picture, set_log_scale, write_results
 
 GIB = 2**30
@@ -130,7 +131,7 @@ def _draw_losses(runs: Sequence[Run], path: Path) -> None:
             for number, run in enumerate(runs):
                 if run in shown:
                     _plot(axes, run["lines"], name, run["name"], color=f"C{number}", **style)
-            _finish(axes, title)
+            finish(axes, title, "step", legend=8)
         set_log_scale(panels[0], "y")
 
 
@@ -147,7 +148,7 @@ def _draw_validation(runs: Sequence[Run], path: Path) -> None:
                     label = f"{run['name']}: {detail}" if detail and len(drawn) > 1 else run["name"]
                     _plot(shown, run["validations"], name, label, marker="o", markersize=3)
         for shown, title in zip(axes[0], ("validation loss", "right answers in validation"), strict=False):
-            _finish(shown, title)
+            finish(shown, title, "step", legend=8)
 
 
 def _segments(lines: Sequence[Line], prefix: str = "") -> list[str]:
@@ -168,7 +169,7 @@ def _draw_segments(runs: Sequence[Run], path: Path) -> None:
                 if not _segments(run[lines], prefix):
                     shown.set_axis_off()
                     continue
-                _finish(shown, f"{run['name']}: {what} loss by segment")
+                finish(shown, f"{run['name']}: {what} loss by segment", "step", legend=8)
 
 
 def _draw_speed(runs: Sequence[Run], path: Path) -> None:
@@ -180,8 +181,8 @@ def _draw_speed(runs: Sequence[Run], path: Path) -> None:
                 _plot(right, run["lines"], name, f"{run['name']}: {what}", lambda value: value / GIB, linestyle=style)
         for axes in (left, right):
             axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-        _finish(left, "tokens per second, over all ranks")
-        _finish(right, "memory of the first rank, the most so far [GiB]")
+        finish(left, "tokens per second, over all ranks", "step", legend=8)
+        finish(right, "memory of the first rank, the most so far [GiB]", "step", legend=8)
 
 
 def _plot(axes: Any, lines: Sequence[Line], name: str, label: str, scale: Callable = float, **style: Any) -> None:
@@ -189,11 +190,3 @@ def _plot(axes: Any, lines: Sequence[Line], name: str, label: str, scale: Callab
     points = [(line["step"], scale(line[name])) for line in lines if isinstance(line.get(name), int | float)]
     if points:
         axes.plot(*zip(*points, strict=True), label=label, **{"linewidth": 1} | style)
-
-
-def _finish(axes: Any, title: str) -> None:
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)

@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from ..results import Table, hardware, versions
+from ..results import hardware, versions
 from ..runner import Task, run
 from .cases import MODES, WITHOUT_SEGMENTS, BenchmarkCase, device_and_dtype
 from .memory import PeakMemory, memory_of
@@ -111,10 +111,9 @@ def key_of(case: BenchmarkCase) -> dict[str, Any]:
 
 
 class GridTask(Task[BenchmarkCase]):
-    """Measures cases alike by `figures`, each in its own process. `shown_by` is a module with `tables` and `draw`."""
+    """Measures cases alike by `figures`, each in its own process."""
 
     unit = "case"
-    shown_by: ClassVar[Any]
 
     def __init__(
         self,
@@ -161,14 +160,6 @@ class GridTask(Task[BenchmarkCase]):
 
     def rows(self, results: dict[str, Any]) -> Sequence[dict[str, Any]]:
         return results["points"]
-
-    @classmethod
-    def tables(cls, results: dict[str, Any]) -> list[Table]:
-        return cls.shown_by.tables(results)
-
-    @classmethod
-    def draw(cls, results: dict[str, Any], path: Path) -> None:
-        cls.shown_by.draw(results, path)
 
 
 def run_grid(

@@ -48,7 +48,8 @@ KINDS = {  # of tensors, by MemTracker's names
 
 class Modules(GridTask):
     kind = "modules"
-    shown_by = module_tables
+    tables = staticmethod(module_tables.tables)
+    draw = staticmethod(module_tables.draw)
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         """Returns a record per case and module. The whole model's record also has the bytes by kind at the peak."""

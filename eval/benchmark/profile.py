@@ -34,7 +34,8 @@ TOKENS_PER_CALL = 2048  # to read a context before decoding
 
 class Profile(GridTask):
     kind = "profile"
-    shown_by = profile_tables
+    tables = staticmethod(profile_tables.tables)
+    draw = staticmethod(profile_tables.draw)
 
 
 def profile(output: Path, options: ProfileOptions) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
                 continue
             row += [f"{1000 * point['seconds']:,.1f}"]
             row += [f"{1000 * point['seconds_low']:,.1f} to {1000 * point['seconds_high']:,.1f}"]
-            row += [f"{point['peak_bytes'] / 2**20:,.0f}", f"{_above(point, 'peak_bytes') / 2**20:,.0f}"]
-            row += [f"{_above(point, LATER) / 2**20:,.0f}" if LATER in point else "-"]
+            row += [f"{point['peak_bytes'] / 2**20:,.0f}", f"{_above(point, 'peak_bytes'):,.0f}"]
+            row += [f"{_above(point, LATER):,.0f}" if LATER in point else "-"]
             row += [f"{unit * point[name]:,.0f}" if name in point else "-" for name, (_, unit) in more.items()]
             row += [f"{point['state_bytes'] / 2**20:,.3g}"] if state else []
             rows.append(row + _against_stock(point, points))
@@ -57,17 +57,14 @@ def _tokens(point: dict[str, Any]) -> str:
     return f"{point['length']:,}" + "*" * point.get("past_positions", False)
 
 
-def _above(point: dict[str, Any], peak: str) -> int:
-    return point[peak] - point["before_bytes"]
+def _above(point: dict[str, Any], peak: str) -> float:
+    """Returns how far a peak is above the loaded model [MiB]."""
+    return (point[peak] - point["before_bytes"]) / 2**20
 
 
 def _peak_of(points: Sequence[dict[str, Any]]) -> str:
     """Returns the field to compare points by: the peak after the first call, unless one of them is older than that."""
     return LATER if all(LATER in point for point in points if not failure(point)) else "peak_bytes"
-
-
-def _mebibytes_above(point: dict[str, Any], peak: str) -> float:
-    return _above(point, peak) / 2**20
 
 
 def _state_unit(points: Sequence[dict[str, Any]]) -> str:
@@ -141,7 +138,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             after = ",\nafter the first call" if peak == LATER else ""
             figures: list[tuple[str, Figure]] = [
                 (f"{MODE_NAMES[shared['mode']]} [ms]", lambda point: 1000 * point["seconds"]),
-                (f"peak memory above the loaded model{after} [MiB]", partial(_mebibytes_above, peak=peak)),
+                (f"peak memory above the loaded model{after} [MiB]", partial(_above, peak=peak)),
             ]
             if shared["mode"] != "training":
                 title = f"state [{_state_unit(points)}]"

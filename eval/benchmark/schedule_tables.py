@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..results import Table, picture
+from ..tables import select
 from .cases import SCHEDULES
 from .tables import group_by, token_axis
 
@@ -76,7 +77,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         for line, (shared, points) in zip(panels, rows, strict=True):
             for axes, batch in zip(line, batches, strict=True):
                 for number, segment in enumerate(segments):
-                    mine = [p for p in points if (p["batch"], p["segment_length"]) == (batch, segment)]
+                    mine = select(points, batch=batch, segment_length=segment, out_of_memory=False)
                     _curve(axes, mine, f"segment {segment}", f"C{number}")
                 axes.axhline(1, color="black", linewidth=0.8)
                 token_axis(axes, results["points"])
@@ -87,7 +88,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def _curve(axes: Any, points: list[dict[str, Any]], label: str, color: str) -> None:
-    points = sorted((point for point in points if not point["out_of_memory"]), key=lambda point: point["length"])
+    points = sorted(points, key=lambda point: point["length"])
     axes.plot([point["length"] for point in points], list(map(ratio, points)), color=color, label=label, linewidth=1.2)
     for point in points:
         fill = color if point["auto"] == "wavefront" else "white"

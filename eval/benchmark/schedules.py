@@ -29,7 +29,8 @@ from .workloads import WHOLE_TEXT_WORKLOADS, random_ids
 
 class Schedules(GridTask):
     kind = "schedules"
-    shown_by = schedule_tables
+    tables = staticmethod(schedule_tables.tables)
+    draw = staticmethod(schedule_tables.draw)
 
 
 def schedules(output: Path, options: ProfileOptions) -> dict[str, Any]:

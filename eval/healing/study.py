@@ -29,6 +29,7 @@ from condense.training.recipe import Recipe, Source
 from condense.training.recipe.models import stock_class
 from condense.utils.notices import without_notices
 
+from ..charts import finish
 from ..intervals import band, shown
 from ..models import SETTINGS_OF_SOURCE, load_evaluated
 from ..options import stored
@@ -36,8 +37,9 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
-from ..study.study import Study, select
+from ..study.study import Study
 from ..study.training import DTYPE, annealed, placed, study_recipe
+from ..tables import select
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
 from .options import AUTO, METHODS, TEACHER, UNTRAINED, HealingOptions
@@ -365,10 +367,7 @@ def _draw_losses(results: Results, length: int, panel: Any) -> None:
             band(panel, results["tokens"], losses, arm.name, arm.color, marker=".")
     if not any(arm.method == TEACHER for arm in _arms(results, 0)):
         panel.axhline(results["stock_loss"], color=COLORS[TEACHER], linestyle="--", linewidth=0.8, label=ARMS[TEACHER])
-    panel.set_title(f"segments of {length} tokens", fontsize=10)
-    panel.set_xlabel("tokens")
-    panel.set_ylabel("held-out loss [nats a token]")
-    panel.grid(alpha=0.3)
+    finish(panel, f"segments of {length} tokens", "tokens", "held-out loss [nats a token]")
 
 
 def _draw_memory(results: Results, length: int, panel: Any) -> None:
@@ -376,6 +375,4 @@ def _draw_memory(results: Results, length: int, panel: Any) -> None:
         curves = [run["by_before"] for run in arm.runs]
         style = ":" if arm.method == UNTRAINED else "-"
         band(panel, range(len(curves[0])), curves, arm.name, arm.color, marker=".", linestyle=style)
-    panel.set_xlabel("segments before")
-    panel.set_ylabel("loss of the same segments [nats a token]")
-    panel.grid(alpha=0.3)
+    finish(panel, x="segments before", y="loss of the same segments [nats a token]")

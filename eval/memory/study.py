@@ -29,12 +29,13 @@ from condense.memory_share import parse_share
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Recipe, Source
 
+from ..charts import finish
 from ..intervals import band, shown
 from ..options import stored
 from ..results import Table, picture
 from ..results_store import Record
 from ..runner import Results
-from ..study.study import Study, select
+from ..study.study import Study
 from ..study.training import (
     DTYPE,
     PAPERS_MEMORY,
@@ -46,6 +47,7 @@ from ..study.training import (
     study_recipe,
     train_alone,
 )
+from ..tables import select
 from ..tasks.windows import paired_losses, read_texts
 from ..texts import check_apart, train_tokenizer
 from .options import MEMORIES, SHARE, MemoryOptions, label
@@ -303,13 +305,9 @@ class Memory(Study[Trained]):
                 band(position, range(results["segment_length"]), [model["by_position"] for model in models], *look)
                 band(training, range(len(models[0]["validation"])), [model["validation"] for model in models], *look)
             before.set_xscale("log", base=2)
-            before.set_xlabel("segments read, its own included")
-            position.set_xlabel("position in the segment [tokens], all text before")
-            training.set_xlabel("validations")
-            for panel in (before, position, training):
-                panel.set_ylabel("loss [nats a token]")
-                panel.grid(alpha=0.3)
-            before.legend(fontsize=7)
+            finish(before, x="segments read, its own included", y="loss [nats a token]", legend=7)
+            finish(position, x="position in the segment [tokens], all text before", y="loss [nats a token]")
+            finish(training, x="validations", y="loss [nats a token]")
 
 
 def _color(memory: str, results: Results) -> Any:

@@ -1,7 +1,6 @@
 """Experiments on models that they train, and studies, which train one model by a recipe for each item."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,8 +43,3 @@ class Study(Experiment[Item]):
         record = {"curve": read_curve(recipe.output), **self.measure_trained(item, recipe)}
         remove_checkpoints(recipe.output)  # a run that was stopped before this line can resume
         return record
-
-
-def select(models: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
-    """Returns the results whose fields have these values."""
-    return [model for model in models if all(model[name] == value for name, value in fields.items())]

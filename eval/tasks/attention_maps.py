@@ -21,15 +21,19 @@ from condense.families import FAMILIES
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.data.summarization import prompt_ids
 
+from ..charts import finish
 from ..models import EvaluatedModel
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
+from ..tables import keyed, select, table
 from .attention_scores import mass, queries_and_keys, scaled_map, scores
 from .corpus import NAMES, find_source
 from .evaluation import Evaluation, shown_name
 from .options import AttentionOptions
 from .windows import by_position, read_texts
+
+EVEN = {"color": "0.35", "linestyle": "--", "linewidth": 1.2, "label": "if all keys weighed the same"}
 
 
 class AttentionMaps(Evaluation[EvaluatedModel]):
@@ -119,9 +123,7 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
         earlier ones."""
         found = []
         for model in results["models"]:
-            length = results["segment_lengths"][model["name"]]
-            masses = [one for one in results["masses"] if one["model"] == model["name"]]
-            by_layer = {(one["layer"], one["segment"]): one for one in masses}
+            length, masses = results["segment_lengths"][model["name"]], select(results["masses"], model=model["name"])
             kinds = {
                 "on_first": _first_key(model),
                 "on_previous": "memory" if model["segment_length"] else "the segment before",
@@ -130,19 +132,16 @@ class AttentionMaps(Evaluation[EvaluatedModel]):
                 del kinds["on_first"]
             if not model["segment_length"]:
                 kinds["on_earlier"] = "all earlier ones"
-            columns = ["layer", *(f"segment {s}: % on {kind}" for s in results["segments"] for kind in kinds.values())]
-            rows = []
-            for layer in dict.fromkeys(one["layer"] for one in masses):
-                chosen = [by_layer[layer, segment] for segment in results["segments"]]
-                rows.append([layer, *(f"{100 * one[kind]:.1f}" for one in chosen for kind in kinds)])
-            evenly = ["even"]  # the share if all visible keys weighed the same
-            for segment in results["segments"]:
-                share = 100 * np.mean(by_layer[0, segment]["uniform"])
-                evenly += [f"{share:.1f}" if kind == "on_previous" else "" for kind in kinds]
-            rows.append(evenly)
+            rows: dict[Any, dict[str, Any]] = {one["layer"]: {"layer": one["layer"]} for one in masses}
+            rows["even"] = {"layer": "even"}
+            for one in masses:
+                columns = {kind: f"segment {one['segment']}: % on {what}" for kind, what in kinds.items()}
+                rows[one["layer"]] |= {column: f"{100 * one[kind]:.1f}" for kind, column in columns.items()}
+                if one["layer"] == 0:
+                    rows["even"][columns["on_previous"]] = f"{100 * np.mean(one['uniform']):.1f}"
             shown = shown_name(model["name"], results)
             title = f"{shown}: attention of segments of {length} tokens ('even': if all keys weighed the same)"
-            found.append(Table(title, columns, rows))
+            found.append(table(title, list(rows.values())))
         return found
 
     @classmethod
@@ -214,7 +213,7 @@ def draw_maps(results: Results, path: Path) -> None:
     stands before them."""
     rows = [(model, segment) for model in results["models"] for segment in results["segments"]]
     columns = list(dict.fromkeys((one["layer"], one["head"]) for one in results["maps"]))
-    by_panel = {(one["model"], one["segment"], one["layer"], one["head"]): one for one in results["maps"]}
+    by_panel = keyed(results["maps"], "model", "segment", "layer", "head")
     size = (0.6 + 4.1 * len(columns), 0.4 + 2.4 * len(rows))
     with picture(path, rows=len(rows), columns=len(columns), figsize=size, squeeze=False) as panels:
         for (model, segment), row in zip(rows, panels, strict=True):
@@ -258,53 +257,37 @@ def draw_mass(results: Results, path: Path) -> None:
     size = (5.5 * columns, 3.8 * len(models))
     with picture(path, rows=len(models), columns=columns, figsize=size, squeeze=False) as panels:
         for (left, right, *more), model in zip(panels, models, strict=True):
-            name = model["name"]
-            masses = [one for one in results["masses"] if one["model"] == name]
-            _draw_by_layer(left, masses, results["segments"])
-            shown = sorted({one["layer"] for one in results["maps"] if one["model"] == name})
-            _draw_by_position(right, masses, shown)
-            for axes in more:
-                _draw_first_key(axes, masses, results["segments"])
-            for axes, what in zip((left, right, *more), (*[_before(model)] * 2, _first_key(model)), strict=False):
-                axes.set(ylabel=f"% of attention on {what}", ylim=(0, 100))
-                axes.grid(alpha=0.3)
-                axes.legend(fontsize=8)
-                axes.set_title(f"{shown_name(name, results)}: by layer", fontsize=10)
-            right.set_title(f"{shown_name(name, results)}: by position, mean of the segments", fontsize=10)
+            masses, shown = select(results["masses"], model=model["name"]), shown_name(model["name"], results)
+            by_layer = (left, "on_previous", _before(model)), *((axes, "on_first", _first_key(model)) for axes in more)
+            for axes, kind, what in by_layer:
+                _draw_by_layer(axes, masses, results["segments"], kind)
+                finish(axes, f"{shown}: by layer", "layer", f"% of attention on {what}", legend=8)
+            _draw_by_position(
+                right, masses, sorted({one["layer"] for one in select(results["maps"], model=model["name"])})
+            )
+            title, x = f"{shown}: by position, mean of the segments", "position of the query in its segment [tokens]"
+            finish(right, title, x, f"% of attention on {_before(model)}", legend=8)
+            for axes in (left, right, *more):
+                axes.set_ylim(0, 100)
 
 
-def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequence[int]) -> None:
+def _draw_by_layer(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequence[int], kind: str) -> None:
     for number, segment in enumerate(segments):
-        chosen = [one for one in masses if one["segment"] == segment]
-        layers, color = [one["layer"] for one in chosen], f"C{number}"
-        previous = [100 * one["on_previous"] for one in chosen]
-        axes.plot(layers, previous, marker="o", markersize=4, color=color, label=f"segment {segment}")
-        if chosen[0]["on_earlier"]:
+        chosen, color = select(masses, segment=segment), f"C{number}"
+        layers, shares = [one["layer"] for one in chosen], [100 * one[kind] for one in chosen]
+        axes.plot(layers, shares, marker="o", markersize=4, color=color, label=f"segment {segment}")
+        if kind == "on_previous" and chosen[0]["on_earlier"]:
             earlier = [100 * one["on_earlier"] for one in chosen]
             axes.plot(layers, earlier, linestyle=":", color=color, label=f"segment {segment}: on all earlier ones")
     evenly = {100 * np.mean(one["uniform"]) for one in masses}
-    if len(evenly) == 1:  # a stock model's values differ by segment
-        axes.axhline(evenly.pop(), color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
-    _label_layers(axes, layers)
-
-
-def _draw_first_key(axes: Any, masses: Sequence[dict[str, Any]], segments: Sequence[int]) -> None:
-    for number, segment in enumerate(segments):
-        chosen = [one for one in masses if one["segment"] == segment]
-        layers, first = [one["layer"] for one in chosen], [100 * one["on_first"] for one in chosen]
-        axes.plot(layers, first, marker="o", markersize=4, color=f"C{number}", label=f"segment {segment}")
-    _label_layers(axes, layers)
-
-
-def _label_layers(axes: Any, layers: Sequence[int]) -> None:
-    axes.set_xlabel("layer")
+    if kind == "on_previous" and len(evenly) == 1:  # a stock model's values differ by segment
+        axes.axhline(evenly.pop(), **EVEN)
     axes.set_xticks(layers if len(layers) <= 16 else layers[:: len(layers) // 8])
 
 
 def _draw_by_position(axes: Any, masses: Sequence[dict[str, Any]], layers: Sequence[int]) -> None:
     for layer in layers:
-        chosen = [one["by_position"] for one in masses if one["layer"] == layer]
+        chosen = [one["by_position"] for one in select(masses, layer=layer)]
         axes.plot(*by_position(100 * np.mean(chosen, axis=0)), linewidth=1.2, label=f"layer {layer}")
     even = by_position(100 * np.mean([one["uniform"] for one in masses], axis=0))
-    axes.plot(*even, color="0.35", linestyle="--", linewidth=1.2, label="if all keys weighed the same")
-    axes.set_xlabel("position of the query in its segment [tokens]")
+    axes.plot(*even, **EVEN)

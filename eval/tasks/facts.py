@@ -21,6 +21,7 @@ from ..results import Table, remove_picture
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
+from ..tables import keyed, pivot, select
 from .evaluation import complete, kibibytes, naming_length, shown_name, state_unit, with_interval
 from .grids import Batch, Grid, pooled
 from .options import FactsOptions
@@ -118,25 +119,22 @@ class Facts(Grid):
         """Returns each model's accuracy by kind and length, over all kinds, and the bytes of the state, beside the
         accuracy of `guess`. Adds the share of texts whose facts are tracked, unless `guess` is always right or the
         results are too old."""
-        lengths, kinds, tables = results["lengths"], results["kinds"], []
-        columns = [f"{length:,} tokens" for length in lengths]
-        guesses = [results["guesses"][kind] for kind in kinds]
+        guesses = {kind: results["guesses"][kind] for kind in results["kinds"]}
+        kinds = {(kind,): [cls.label(kind), f"{100 * guess:.1f}"] for kind, guess in guesses.items()}
+        lengths, tables = {length: f"{length:,} tokens" for length in results["lengths"]}, []
         for name in (model["name"] for model in results["models"]):
-            cells, shares = (_by_place(results.get(which, []), name) for which in ("cells", "tracked"))
-            rows = [
-                [cls.label(kind), f"{100 * guess:.1f}", *(with_interval(cells[kind, length]) for length in lengths)]
-                for kind, guess in zip(kinds, guesses, strict=True)
-            ]
-            every = [[cells[kind, length] for kind in kinds] for length in lengths]
-            rows.append(["all", f"{100 * fmean(guesses):.1f}", *(with_interval(pooled(column)) for column in every)])
-            rows.append([f"state [{state_unit(results, name)}]", "-", *map(kibibytes, every)])
-            shown = shown_name(name, results)
-            titles = ["kind", "the last such word", *columns]
-            tables.append(Table(f"{shown}: % of right answers (95 % interval)", titles, rows))
-            if shares:
-                rows = [[cls.label(kind), *(with_interval(shares.get((kind, n))) for n in lengths)] for kind in kinds]
+            shown, cells = shown_name(name, results), select(results["cells"], model=name)
+            title, head = f"{shown}: % of right answers (95 % interval)", ["kind", "the last such word"]
+            right = pivot(title, head, keyed(cells, "kind", "length"), kinds, lengths, with_interval)
+            every = [select(cells, length=length) for length in lengths]
+            mean = f"{100 * fmean(guesses.values()):.1f}"
+            right.rows.append(["all", mean, *(with_interval(pooled(column)) for column in every)])
+            right.rows.append([f"state [{state_unit(results, name)}]", "-", *map(kibibytes, every)])
+            tables.append(right)
+            if shares := keyed(select(results.get("tracked", []), model=name), "kind", "length"):
                 title = f"{shown}: % of texts whose facts are tracked (95 % interval)"
-                tables.append(Table(title, ["kind", *columns], rows))
+                rows = {kind: names[:1] for kind, names in kinds.items()}
+                tables.append(pivot(title, ["kind"], shares, rows, lengths, with_interval))
         return tables
 
     @classmethod
@@ -166,8 +164,3 @@ def tracked(
     below = math.hypot(right - low, other * (said_high - said))
     above = math.hypot(high - right, other * (said - said_low))
     return share, share - below, share + above
-
-
-def _by_place(cells: Sequence[dict[str, Any]], model: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Returns the cells of a model, by kind and length."""
-    return {(cell["kind"], cell["length"]): cell for cell in cells if cell["model"] == model}

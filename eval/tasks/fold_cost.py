@@ -21,7 +21,6 @@ from ..decoding import max_positions
 from ..intervals import interval
 from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
-from ..results import Table
 from ..results_store import Key, Record
 from ..runner import Results
 from . import fold_shown
@@ -57,6 +56,9 @@ class FoldCost(Evaluation[Reading]):
     kind = "fold_cost"
     unit = "reading"
     Options = FoldCostOptions
+    rows = staticmethod(fold_shown.rows)
+    tables = staticmethod(fold_shown.tables)
+    draw = staticmethod(fold_shown.draw)
 
     def __init__(self, options: FoldCostOptions, models: Sequence[EvaluatedModel], texts: dict[str, Any]):
         super().__init__(options, models)
@@ -226,17 +228,6 @@ class FoldCost(Evaluation[Reading]):
             remark = ", ".join(filter(None, remarks))
             found.append(Figure(choice["model"], measure, *figures, digits=3, remark=remark))
         return found
-
-    def rows(self, results: Results) -> Sequence[dict[str, Any]]:
-        return fold_shown.rows(results)
-
-    @classmethod
-    def tables(cls, results: Results) -> list[Table]:
-        return fold_shown.tables(results)
-
-    @classmethod
-    def draw(cls, results: Results, path: Path) -> None:
-        fold_shown.draw(results, path)
 
 
 def check_models(models: Sequence[EvaluatedModel], options: FoldCostOptions) -> dict[str, int]:

@@ -4,12 +4,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..charts import finish
 from ..intervals import bracketed
 from ..results import Table, groups_of, picture, set_log_scale
 from ..runner import Results
+from ..tables import select, table
 from . import evaluation
 from .fold_arms import FULL, LOWEST, NONE, WINDOW
 from .fold_choice import RULE, diverges, is_fold
+from .windows import parts_of
 
 COLORS = {
     FULL: "black", NONE: "0.5", WINDOW: "tab:purple", "0": "tab:blue", "0.1": "tab:cyan", "0.2": "tab:green",
@@ -46,8 +49,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
     ]  # fmt: skip
     for curve in results["by_position"]:
         about = {name: curve[name] for name in ("model", "segment_length", "memory", "sink")}
-        for part, loss in enumerate(curve["losses"]):
-            first = part * curve["block"]
+        for first, loss in parts_of(curve):
             end = min(first + curve["block"], curve["tokens"] - 1)
             found.append({**about, "loss": loss, "texts": 1, "first": first, "end": end})
     return found
@@ -81,40 +83,34 @@ def _costs(results: Results) -> Table:
 
 def _positions(results: Results) -> Iterator[Table]:
     for (model,), curves in groups_of(results["by_position"], "model").items():
-        block, longest = curves[0]["block"], max(curve["tokens"] for curve in curves)
-        starts = range(0, longest - 1, block)
         found = []
         for curve in curves:
-            row = [curve["segment_length"] or "", label_of(curve["memory"], curve["sink"])]
-            row += [f"{loss:.2f}" for loss in curve["losses"]]
-            found.append(row + [""] * (len(starts) + 2 - len(row)))
-        title = f"{model}: loss by position, means of {block:,} tokens from the one given on [nats/token]"
-        yield Table(title, ["segment [tokens]", "memory", *(f"{start:,}" for start in starts)], found)
+            way = label_of(curve["memory"], curve["sink"])
+            losses = {f"{first:,}": f"{loss:.2f}" for first, loss in parts_of(curve)}
+            found.append({"segment [tokens]": curve["segment_length"] or "", "memory": way, **losses})
+        about = f"means of {curves[0]['block']:,} tokens from the one given on [nats/token]"
+        yield table(f"{model}: loss by position, {about}", found)
 
 
 def _choices(results: Results) -> Table:
     columns = ["model", "segment [tokens]", "memory share", "sink token", "cost [nats/token]", "why"]
-    return Table(f"the choice. {RULE}", columns, [choice_row(choice) for choice in results["choices"]])
-
-
-def choice_row(choice: dict[str, Any]) -> list[Any]:
-    sink = "none" if choice["sink_token_id"] is None else choice["sink_token_id"]
-    cost = bracketed((choice["cost"], choice["low"], choice["high"]), "+.3f")
-    return [choice["model"], choice["segment_length"], choice["memory"], sink, cost, choice["why"]]
+    found = []
+    for one in results["choices"]:
+        sink = "none" if one["sink_token_id"] is None else one["sink_token_id"]
+        cost = bracketed((one["cost"], one["low"], one["high"]), "+.3f")
+        found.append([one["model"], one["segment_length"], one["memory"], sink, cost, one["why"]])
+    return Table(f"the choice. {RULE}", columns, found)
 
 
 def draw(results: Results, path: Path) -> None:
     """Draws the costs by segment length, and the loss by position for each segment length; a row per model."""
     names = [model["name"] for model in results["models"]]
-    lengths = list(
-        dict.fromkeys(curve["segment_length"] for curve in results["by_position"] if curve["segment_length"])
-    )
+    lengths = [length for (length,) in groups_of(results["by_position"], "segment_length") if length]
     columns = 1 + len(lengths)
     size = (5.5 * columns + 2.5, 4.6 * len(names))
     with picture(path, rows=len(names), columns=columns, figsize=size, squeeze=False) as panels:
         for row, name in zip(panels, names, strict=True):
-            costs = [cost for cost in results["costs"] if cost["model"] == name]
-            curves = [curve for curve in results["by_position"] if curve["model"] == name]
+            costs, curves = (select(results[which], model=name) for which in ("costs", "by_position"))
             is_one = len({cost["segment_length"] for cost in costs}) == 1
             (_draw_bars if is_one else _draw_costs)(row[0], costs)
             row[0].set_title(f"{evaluation.shown_name(name, results)}: cost of folding", fontsize=10)
@@ -178,9 +174,7 @@ def _draw_costs(panel: Any, costs: Sequence[dict[str, Any]]) -> None:
 def _draw_positions(panel: Any, length: int, curves: Sequence[dict[str, Any]]) -> None:
     memories = list(dict.fromkeys(curve["memory"] for curve in curves))
     for curve in curves:
-        middles = [(part + 0.5) * curve["block"] for part in range(len(curve["losses"]))]
+        middles = [first + curve["block"] / 2 for first, _ in parts_of(curve)]
         panel.plot(middles, curve["losses"], **_style(curve["memory"], curve["sink"], memories))
-    panel.set_title(f"loss by position, segments of {length:,} tokens", fontsize=10)
-    panel.set_xlabel("position in the text [tokens]")
-    panel.set_ylabel("loss [nats a token]")
-    panel.grid(alpha=0.3)
+    title = f"loss by position, segments of {length:,} tokens"
+    finish(panel, title, "position in the text [tokens]", "loss [nats a token]")

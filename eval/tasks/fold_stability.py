@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..charts import finish
 from ..models import EvaluatedModel
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
+from ..tables import keyed, select
 from .evaluation import Evaluation, data_of, shown_name
 from .fold_arms import check_arm, share_of
 from .fold_cost import find_sinks
@@ -36,6 +38,7 @@ REMEMBERED = {
     "clipped": "share 1, each dimension clipped to X's range",
 }
 TRACES = {"on_memory": "attention on the memory", "alike": "mean cosine of neighbouring remembered states"}
+PAPER_FOLD = {"kind": "share", "value": "1"}  # share 1 in all layers
 DIGITS = 4  # of a trace
 DIVERGED = 1.0  # nats a token above share 0 in the last quarter
 
@@ -145,7 +148,7 @@ class FoldStability(Evaluation[Arm]):
     def tables(cls, results: Results) -> list[Table]:
         found = []
         for model in results["models"]:
-            arms = [arm for arm in results["arms"] if arm["model"] == model["name"]]
+            arms = select(results["arms"], model=model["name"])
             late = f"last {len(arms[0]['losses']) // 4} segments"
             columns = ["memory", "from segment 2 on", late, "diverges"]
             rows = [
@@ -164,12 +167,11 @@ class FoldStability(Evaluation[Arm]):
         with picture(path, rows=2 * len(models), columns=2, figsize=(13, 8.6 * len(models)), squeeze=False) as panels:
             for number, name in enumerate(models):
                 (losses, layers), maps = panels[2 * number], panels[2 * number + 1]
-                arms = [arm for arm in results["arms"] if arm["model"] == name]
+                arms = select(results["arms"], model=name)
                 _draw_excess(losses, shown_name(name, results), arms)
-                _draw_layers(layers, [arm for arm in arms if arm["kind"] == "layer"])
-                of_share_1 = [one for one in results["traces"] if _is_paper_fold(one, name)]
+                _draw_layers(layers, select(arms, kind="layer"))
                 for axes, (field, title) in zip(maps, TRACES.items(), strict=True):
-                    _draw_trace(axes, of_share_1, field, title)
+                    _draw_trace(axes, select(results["traces"], model=name, **PAPER_FOLD), field, title)
 
 
 def label_of(kind: str, value: str) -> str:
@@ -203,13 +205,9 @@ def check_models(models: Sequence[EvaluatedModel], options: FoldStabilityOptions
     return sinks
 
 
-def _is_paper_fold(one: dict[str, Any], name: str) -> bool:
-    return (one["model"], one["kind"], one["value"]) == (name, "share", "1")
-
-
 def _layers(name: str, results: Results) -> Table:
     """Returns share 1's traces by layer: in segment 2, whose memory is the first, and in the last that is traced."""
-    traces = {(one["layer"], one["segment"]): one for one in results["traces"] if _is_paper_fold(one, name)}
+    traces = keyed(select(results["traces"], model=name, **PAPER_FOLD), "layer", "segment")
     last = max(segment for _, segment in traces)
     columns = ["layer", "norm of its output for the sink", "for a text's tokens, segment 1", f"segment {last + 1}"]
     columns += [f"{what}, segment {number + 1}" for what in ("attention on memory", "alike") for number in (1, last)]
@@ -225,15 +223,12 @@ def _draw_excess(axes: Any, name: str, arms: Sequence[dict[str, Any]]) -> None:
     control_S = np.array(next(arm["losses"] for arm in arms if label_of(arm["kind"], arm["value"]) == CONTROL))
     shown = [arm for arm in arms if arm["kind"] != "layer" and label_of(arm["kind"], arm["value"]) != CONTROL]
     for number, arm in enumerate(shown):
-        is_paper_fold = _is_paper_fold(arm, arm["model"])
-        style = {"color": "tab:red", "linewidth": 2.6} if is_paper_fold else {"color": f"C{number % 10}"}
+        style = {"color": "tab:red", "linewidth": 2.6} if select([arm], **PAPER_FOLD) else {"color": f"C{number % 10}"}
         style |= {"linestyle": "--"} if arm["kind"] == "remedy" else {}
         axes.plot(np.array(arm["losses"]) - control_S, **style, label=label_of(arm["kind"], arm["value"]))
     _symlog(axes)
     axes.set_ylim(top=1000)  # leaves room for the legend
-    axes.set(xlabel="segment, from 0", ylabel=f"nats a token above {CONTROL}")
-    axes.set_title(f"{name}: loss by segment", fontsize=10)
-    axes.grid(alpha=0.3)
+    finish(axes, f"{name}: loss by segment", "segment, from 0", f"nats a token above {CONTROL}")
     axes.legend(fontsize=7, loc="upper left", ncols=2)
 
 
@@ -246,9 +241,8 @@ def _draw_layers(axes: Any, arms: Sequence[dict[str, Any]]) -> None:
     colors = ["tab:red" if arm["diverges"] else "tab:blue" for arm in arms]
     axes.bar(range(len(arms)), [arm["late"] for arm in arms], color=colors)
     _symlog(axes)
-    axes.set(xlabel="layer", ylabel=f"nats a token above {CONTROL}, last quarter")
-    axes.set_title("share 1 in one layer alone (red: diverges)", fontsize=10)
-    axes.grid(alpha=0.3, axis="y")
+    title = "share 1 in one layer alone (red: diverges)"
+    finish(axes, title, "layer", f"nats a token above {CONTROL}, last quarter", grid="y")
 
 
 def _draw_trace(axes: Any, traces: Sequence[dict[str, Any]], field: str, title: str) -> None:

@@ -1,27 +1,24 @@
 """Evaluations on a grid of rows by lengths: right answers to batches of prompts, counted and drawn as a heat map."""
 
 import json
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
+from ..charts import banded, finish, heat_map, side_by_side
 from ..models import EvaluatedModel, rows_per_batch
 from ..overview import Figure, lengths_of
 from ..results import groups_of, picture, remove_picture, set_log_scale
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import wilson
+from ..tables import keyed, select
 from .evaluation import Evaluation, dtype_of, figure_of, shown_name, state_unit
 from .window_model import WindowModel, with_window
 
 LINE_STYLES = ("-", "--", "-.")  # in turn, so overlapping lines remain visible
-PAGE_WIDTH = 11.0  # of a report [inches]
 PROMPT_TOKENS = 2**25  # in all prompts of a batch, as integers in memory
 
 
@@ -142,22 +139,18 @@ class Grid(Evaluation[Batch]):
         lengths = results["lengths"]
         dtypes = {model["name"]: dtype_of(model["name"], results) for model in results["models"]}
         for number, name in enumerate(dtypes):
-            cells = [cell for cell in results["cells"] if cell["model"] == name]
-            by_length = [[cell for cell in cells if cell["length"] == length] for length in lengths]
+            by_length = [select(results["cells"], model=name, length=length) for length in lengths]
             shares = [pooled(of_length) for of_length in by_length]
             mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
             names_dtype = len(set(dtypes.values())) > 1 and dtypes[name] != "-"
             label = shown_name(name, results) + (f", {dtypes[name]}" if names_dtype else "")
             look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": label}
             look["linestyle"] = LINE_STYLES[number % len(LINE_STYLES)]
-            accuracy.plot(lengths, mean, **look)
-            accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            banded(accuracy, lengths, mean, low, high, **look)
             state.plot(lengths, [max(cell["state_bytes"] for cell in row) / 1024 for row in by_length], **look)
             if trained := results["longest_trained"][name]:
-                label = f"{look['label']}: longest text in training"
+                label += ": longest text in training"
                 accuracy.axvline(trained, color=look["color"], linewidth=1, linestyle=":", label=label)
-        accuracy.set(ylim=(0, 102), ylabel=f"% correct, all {cls.row}s together")
-        state.set_ylabel(f"state of a text [{state_unit(results, *dtypes)}]")
         held = [cell["state_bytes"] for cell in results["cells"]]
         if max(held) > 10 * min(held) > 0:
             set_log_scale(state, "y")
@@ -165,18 +158,17 @@ class Grid(Evaluation[Batch]):
             state.set_ylim(bottom=0)
         for panel in (accuracy, state):
             set_log_scale(panel, "x")
-            panel.set(xlabel="tokens", xlim=accuracy.get_xlim())
-            panel.grid(alpha=0.3)
+            panel.set_xlim(accuracy.get_xlim())
+        accuracy.set_ylim(0, 102)
+        finish(accuracy, x="tokens", y=f"% correct, all {cls.row}s together")
+        finish(state, x="tokens", y=f"state of a text [{state_unit(results, *dtypes)}]")
         accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
     @classmethod
     def _heat_map(cls, axes: Any, name: str, results: Results, unit: str) -> None:
         lengths, rows = results["lengths"], results[f"{cls.row}s"]
-        grid = np.full((len(rows), len(lengths)), np.nan)
-        for cell in results["cells"]:
-            if cell["model"] == name and cell["length"] in lengths:
-                grid[rows.index(cell[cls.row]), lengths.index(cell["length"])] = 100 * cell["accuracy"]
-        heat_map(axes, grid, list(map(cls.label, rows)), [f"{length:,}" for length in lengths], unit)
+        cells = keyed(select(results["cells"], model=name), cls.row, "length")
+        heat_map(axes, cells, {row: cls.label(row) for row in rows}, {n: f"{n:,}" for n in lengths}, unit)
         axes.set(xlabel="tokens", ylabel=cls.row_title)
         shown = shown_name(name, results)
         axes.set_title(shown, fontsize=10)
@@ -218,30 +210,6 @@ def count_cells(
         further = {name: records[0][name] for name in ("state_bytes", "positions_exceeded") if name in records[0]}
         cells.append({**cell, **pooled(records), **further})
     return cells
-
-
-def heat_map(axes: Any, grid: np.ndarray, rows: Sequence[str], columns: Sequence[str], unit: str = "% correct") -> None:
-    """Draws percentages [rows, columns] with their numbers; cells that are NaN stay empty."""
-    image = axes.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
-    for (row, column), value in np.ndenumerate(grid):
-        if not np.isnan(value):
-            color = "black" if 15 < value < 85 else "white"  # the ends of the scale are dark
-            axes.text(column, row, str(round(value)), ha="center", va="center", fontsize=8, color=color)
-    axes.set_xticks(range(len(columns)), columns, rotation=45, ha="right", fontsize=8)
-    axes.set_yticks(range(len(rows)), rows, fontsize=8)
-    axes.figure.colorbar(image, ax=axes, label=unit)
-
-
-@contextmanager
-def side_by_side(path: Path, number: int, width: float, height: float) -> Iterator[list[Any]]:
-    """Yields the axes of a picture of panels of this size [inches], in as few rows as fit on a page."""
-    rows = math.ceil(number / min(number, max(1, int(PAGE_WIDTH // width))))
-    columns = math.ceil(number / rows)
-    size = (width * columns, height * rows)
-    with picture(path, rows=rows, columns=columns, figsize=size, squeeze=False) as panels:
-        for axes in panels.flat[number:]:
-            axes.axis("off")
-        yield list(panels.flat[:number])
 
 
 def trained_length(source: str) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..charts import finish
 from ..decoding import max_positions
 from ..intervals import bracketed, interval
 from ..models import EvaluatedModel
@@ -22,11 +23,12 @@ from ..overview import Figure, remark_of
 from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
+from ..tables import select, table
 from .evaluation import Evaluation, shown_name
 from .options import LossOptions
 from .window_attention import WINDOW_SINKS, windowed
 from .window_model import check_window, window_name
-from .windows import by_blocks, head_losses, read_texts
+from .windows import by_blocks, head_losses, parts_of, read_texts
 
 OWN, WINDOW = "own", "window"
 DIGITS = 5  # of a stored loss
@@ -154,24 +156,19 @@ class Loss(Evaluation[Reading]):
         kept = ("model", "way", "source", "loss", "cost", "low", "high")
         found = [{name: cost[name] for name in kept} | _of_window(cost) for cost in results["costs"]]
         for curve in results["by_position"]:
-            about = {name: curve[name] for name in ("model", "way", "source")}
-            for part, loss in enumerate(curve["losses"]):
-                first = part * curve["block"]
-                found.append(
-                    {**about, "loss": loss, "first": first, "end": min(first + curve["block"], curve["tokens"])}
-                )
+            about, block = {name: curve[name] for name in ("model", "way", "source")}, curve["block"]
+            for first, loss in parts_of(curve):
+                found.append({**about, "loss": loss, "first": first, "end": min(first + block, curve["tokens"])})
         return found
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        found = []
+        found, first = [], results["models"][0]["name"]
         for cost in results["costs"]:
-            if cost["model"] != results["models"][0]["name"]:
-                measure = f"loss above {results['models'][0]['name']}'s on {Path(cost['source']).name} [nats/token]"
-                figures = (cost[name] for name in ("cost", "low", "high"))
-                found.append(
-                    Figure(cost["model"], measure, *figures, digits=3, remark=remark_of(cost["model"], results))
-                )
+            if (name := cost["model"]) != first:
+                measure = f"loss above {first}'s on {Path(cost['source']).name} [nats/token]"
+                figures = (cost[field] for field in ("cost", "low", "high"))
+                found.append(Figure(name, measure, *figures, digits=3, remark=remark_of(name, results)))
         return found
 
     @classmethod
@@ -190,14 +187,12 @@ class Loss(Evaluation[Reading]):
         )
         found = [Table(title, columns, rows)]
         for (source,), curves in groups_of(results["by_position"], "source").items():
-            block, parts = curves[0]["block"], max(len(curve["losses"]) for curve in curves)
+            about = f"means of {curves[0]['block']:,} tokens from the one given on"
             lines = [
-                [label_of(curve, results), *(f"{loss:.3f}" for loss in curve["losses"]),
-                 *[""] * (parts - len(curve["losses"]))]
+                {"model": label_of(curve, results)} | {f"{first:,}": f"{loss:.3f}" for first, loss in parts_of(curve)}
                 for curve in curves
-            ]  # fmt: skip
-            title = f"{Path(source).name}: loss by position, means of {block:,} tokens from the one given on"
-            found.append(Table(title, ["model", *(f"{part * block:,}" for part in range(parts))], lines))
+            ]
+            found.append(table(f"{Path(source).name}: loss by position, {about}", lines))
         return found
 
     @classmethod
@@ -208,9 +203,9 @@ class Loss(Evaluation[Reading]):
         size = (2 + 3.2 * len(sources), 1.1 + 0.34 * ways + (3 if rows == 2 else 0))
         with picture(path, rows=rows, columns=len(sources), figsize=size, squeeze=False) as panels:
             for column, source in enumerate(sources):
-                costs = [one for one in results["costs"] if one["source"] == source and one["cost"]]
+                costs = [one for one in select(results["costs"], source=source) if one["cost"]]
                 _draw_costs(panels[0, column], Path(source).name, costs, results, with_names=column == 0)
-                if curves := [one for one in results["by_position"] if one["source"] == source]:
+                if curves := select(results["by_position"], source=source):
                     _draw_positions(panels[1, column], curves, results)
 
 
@@ -283,19 +278,13 @@ def _draw_costs(panel: Any, source: str, costs: Sequence[dict[str, Any]], result
     panel.set_yticks(range(len(costs)), labels if with_names else [""] * len(costs), fontsize=8)
     panel.invert_yaxis()
     panel.axvline(0, color="black", linewidth=1)
-    panel.set_xlabel(f"nats a token above {results['models'][0]['name']}", fontsize=8)
-    panel.set_title(source, fontsize=10)
-    panel.grid(alpha=0.3, axis="x")
+    finish(panel, source, f"nats a token above {results['models'][0]['name']}", grid="x", small=8)
 
 
 def _draw_positions(panel: Any, curves: Sequence[dict[str, Any]], results: Results) -> None:
     for number, curve in enumerate(curves):
-        middles = [(part + 0.5) * curve["block"] for part in range(len(curve["losses"]))]
-        is_reference = number == 0
-        style = {"color": "black"} if is_reference else {"color": f"C{(number - 1) % 10}"}
-        panel.plot(middles, curve["losses"], label=_in_two_lines(label_of(curve, results)), linewidth=1.3, **style)
+        middles = [first + curve["block"] / 2 for first, _ in parts_of(curve)]
+        color = f"C{(number - 1) % 10}" if number else "black"  # of the reference
+        panel.plot(middles, curve["losses"], label=_in_two_lines(label_of(curve, results)), linewidth=1.3, color=color)
     panel.tick_params(labelsize=7)
-    panel.set_xlabel("position in the text [tokens]", fontsize=8)
-    panel.set_ylabel("loss [nats a token]", fontsize=8)
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=6)
+    finish(panel, x="position in the text [tokens]", y="loss [nats a token]", legend=6, small=8)

@@ -15,6 +15,7 @@ from ..models import EvaluatedModel
 from ..results import Table
 from ..results_store import Record
 from ..runner import Results
+from ..tables import select
 from .evaluation import complete, in_percent, kibibytes, naming_length, shown_name, state_unit
 from .grids import Batch, Grid, pooled
 from .options import PasskeyOptions
@@ -82,27 +83,20 @@ class Passkey(Grid):
 
         The last column is the paper's, if the keys are of its kind and it has one of the lengths.
         """
-        names = [model["name"] for model in results["models"]]
         columns = ["tokens"]
-        for name in names:
-            columns += [
-                f"{shown_name(name, results)}: % correct",
-                "95 % interval",
-                f"state [{state_unit(results, name)}]",
-            ]
-        rows = []
-        for length in results["lengths"]:
-            row: list[Any] = [f"{length:,}"]
-            for name in names:
-                cells = [cell for cell in results["cells"] if (cell["model"], cell["length"]) == (name, length)]
+        rows: dict[int, list[Any]] = {length: [f"{length:,}"] for length in results["lengths"]}
+        for name in (model["name"] for model in results["models"]):
+            columns += [f"{shown_name(name, results)}: % correct", "95 % interval"]
+            columns.append(f"state [{state_unit(results, name)}]")
+            for length, row in rows.items():
+                cells = select(results["cells"], model=name, length=length)
                 row += [*in_percent(pooled(cells)), kibibytes(cells)]
-            rows.append(row)
         is_like = all(results.get(name) == value for name, value in paper.PASSKEY_SETTINGS.items())
-        if is_like and any(length in paper.PASSKEY for length in results["lengths"]):
+        if is_like and any(length in paper.PASSKEY for length in rows):
             columns.append("paper: % correct")
-            for row, length in zip(rows, results["lengths"], strict=True):
+            for length, row in rows.items():
                 row.append(paper.PASSKEY.get(length, ""))
-        return [Table("passkey retrieval, all depths together", columns, rows)]
+        return [Table("passkey retrieval, all depths together", columns, list(rows.values()))]
 
 
 def first_number(answer: str) -> str:

@@ -23,6 +23,7 @@ import torch
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.checks import quantization_of
 
+from ..charts import banded, finish
 from ..decoding import max_positions, reads_in_parts
 from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
@@ -30,6 +31,7 @@ from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
+from ..tables import select
 from .evaluation import Evaluation, data_of
 from .options import CURVES, PerplexityOptions
 from .variants import variant
@@ -41,6 +43,7 @@ LABELS = {
     "layer_input": "Transformer-XL: the layer's input",
     "full_attention": "full attention",
 }
+LOSS = "loss [nats per token]"
 STATEFUL = "the model's own state"  # of a model that has more than attention, or none
 COLORS = {"cut_off": "0.35", "folded": "tab:blue", "layer_input": "tab:orange", "full_attention": "tab:green"}
 OWN_CURVES = {"layer_output": "folded", "layer_input": "layer_input"}  # by memory_source
@@ -194,9 +197,8 @@ class Perplexity(Evaluation[Batch]):
                 row = [curve["model"], _label_of(curve, results, before), curve["segment_length"], before]
                 row += [f"{point['loss']:.4f}", f"{point['low']:.4f} to {point['high']:.4f}"]
                 row += [f"{np.exp(point['loss']):,.2f}"]
-                if not is_cut_off:
-                    row += [f"{point['gained']:+.4f}", f"{point['gained_low']:+.4f} to {point['gained_high']:+.4f}"]
-                rows.append(row + [""] * (len(columns) - len(row)))
+                gained = [f"{point['gained']:+.4f}", f"{point['gained_low']:+.4f} to {point['gained_high']:+.4f}"]
+                rows.append(row + (["", ""] if is_cut_off else gained))
         segments = {curve["model"]: curve["points"][0]["segments"] for curve in results["curves"]}
         counted = ", ".join(f"{name}: {count:,}" for name, count in segments.items())
         return [Table(f"loss by text before it, on the same segments throughout ({counted} of them)", columns, rows)]
@@ -207,9 +209,8 @@ class Perplexity(Evaluation[Batch]):
         names = [model["name"] for model in results["models"]]
         with picture(path, rows=len(names), columns=2, figsize=(11, 4.2 * len(names)), squeeze=False) as panels:
             for (left, right), name in zip(panels, names, strict=True):
-                for curve in results["curves"]:
-                    if curve["model"] == name:
-                        _draw_curve(left, right, curve, _label_of(curve, results))
+                for curve in select(results["curves"], model=name):
+                    _draw_curve(left, right, curve, _label_of(curve, results))
                 _label(left, right, name, results["segment_lengths"][name], results["num_segments"])
 
 
@@ -300,19 +301,14 @@ def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> Non
         left.axhline(points[0]["loss"], linewidth=1.2, **dashed, **style)
         return
     before = [point["segments_before"] for point in points]
-    left.plot(before, [point["loss"] for point in points], marker="o", markersize=4, **style)
     # The band shows the paired difference, without the variation among segments.
     low, high = ([points[0]["loss"] - point[bound] for point in points] for bound in ("gained_low", "gained_high"))
-    left.fill_between(before, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
+    banded(left, before, [point["loss"] for point in points], low, high, marker="o", markersize=4, **style)
 
 
 def _label(left: Any, right: Any, name: str, length: int, num_segments: int) -> None:
-    left.set_title(f"{name}: loss by text before", fontsize=10)
-    left.set_xlabel(f"segments of {length} tokens before\n(shaded: 95 % interval of the difference to none)")
+    before = f"segments of {length} tokens before\n(shaded: 95 % interval of the difference to none)"
+    finish(left, f"{name}: loss by text before", before, LOSS)
     left.set_xticks(range(num_segments) if num_segments <= 16 else range(0, num_segments, num_segments // 8))
-    right.set_title(f"loss by position, with {num_segments - 1} segments before", fontsize=10)
-    right.set_xlabel("position in the segment [tokens]")
-    for axes in (left, right):
-        axes.set_ylabel("loss [nats per token]")
-        axes.grid(alpha=0.3)
-    right.legend(fontsize=8)
+    title = f"loss by position, with {num_segments - 1} segments before"
+    finish(right, title, "position in the segment [tokens]", LOSS, legend=8)

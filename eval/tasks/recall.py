@@ -13,13 +13,15 @@ import torch
 
 from condense.training.data.recall import FORMS, RecallTask
 
+from ..charts import finish, heat_map, side_by_side
 from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
 from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
+from ..tables import keyed, pivot, select
 from .evaluation import Evaluation, complete, dtype_of, kibibytes, naming_length, shown_name, with_interval
-from .grids import LINE_STYLES, count_cells, heat_map, pooled, prompts_per_batch, side_by_side
+from .grids import LINE_STYLES, count_cells, pooled, prompts_per_batch
 from .options import RecallOptions
 
 RECALLED = 0.9  # the share of right answers that counts as recall
@@ -150,17 +152,14 @@ class Recall(Evaluation[Batch]):
             state = kibibytes([line]), dtype_of(line["model"], results)
             rows.append([model, line["form"], _shown(line["length"]), pairs, *state, size])
         tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
+        pairs, lengths = {(n,): [n] for n in results["pairs"]}, {n: _shown(n) for n in results["lengths"]}
         for model, form in product(results["models"], results["forms"]):
-            cells = _by_place(results, model["name"], form)
-            rows = [
-                [pairs, *(with_interval(cells[pairs, length]) for length in results["lengths"])]
-                for pairs in results["pairs"]
-            ]
-            columns = ["pairs", *map(_shown, results["lengths"])]
-            shown = shown_name(model["name"], results)
-            tables.append(Table(f"{shown}, {form}: % correct (95 % interval) by tokens", columns, rows))
+            own = {"model": model["name"], "form": form}
+            title = f"{shown_name(model['name'], results)}, {form}: % correct (95 % interval) by"
+            cells = keyed(select(results["cells"], **own), "pairs", "length")
+            tables.append(pivot(f"{title} tokens", ["pairs"], cells, pairs, lengths, with_interval))
             if results["memories"][model["name"]] is not None and "by_segments" in results:  # older results have none
-                tables.append(_segments_table(results, model["name"], form))
+                tables.append(_segments_table(title, select(results["by_segments"], **own), results))
         return tables
 
     @classmethod
@@ -178,9 +177,8 @@ class Recall(Evaluation[Batch]):
         size = 2.4 + 0.62 * len(lengths), 1.7 + 0.36 * len(pairs)
         with side_by_side(path, len(models) * len(forms), *size) as panels:
             for axes, (model, form) in zip(panels, product(models, forms), strict=True):
-                cells = _by_place(results, model["name"], form)
-                shares = np.array([[100 * cells[number, length]["accuracy"] for length in lengths] for number in pairs])
-                heat_map(axes, shares, [f"{number:,}" for number in pairs], [_shown(length) for length in lengths])
+                cells = keyed(select(results["cells"], model=model["name"], form=form), "pairs", "length")
+                heat_map(axes, cells, {number: f"{number:,}" for number in pairs}, {n: _shown(n) for n in lengths})
                 axes.set(xlabel="tokens", ylabel="pairs")
                 axes.set_title(f"{shown_name(model['name'], results)}, {form}", fontsize=10)
 
@@ -235,9 +233,7 @@ def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[in
     axes.set_ylim(bottom=0)
     named = [f"{' x '.join(map(str, memory))}\n= {math.prod(memory):,}" for memory in sizes]
     axes.set_xticks(range(len(sizes)), named, fontsize=8)
-    axes.set(xlabel="memory [segment x width x layers]", ylabel=f"pairs of which {RECALLED:.0%} are recalled")
-    axes.set_title(form, fontsize=10)
-    axes.grid(alpha=0.3)
+    finish(axes, form, "memory [segment x width x layers]", f"pairs of which {RECALLED:.0%} are recalled")
 
 
 def _memory(model: EvaluatedModel) -> list[int] | None:
@@ -268,24 +264,13 @@ def _by_segments(measured: Sequence[tuple[Batch, Record]]) -> list[dict[str, Any
     return [dict(zip(fields, key, strict=True)) | pooled(records) for key, records in counted.items()]
 
 
-def _segments_table(results: Results, model: str, form: str) -> Table:
-    found = [line for line in results["by_segments"] if (line["model"], line["form"]) == (model, form)]
-    ranges = sorted({(line["nearest"], line["farthest"]) for line in found})
-    cells = {(line["length"], line["pairs"], line["nearest"]): with_interval(line) for line in found}
-    rows = [
-        [_shown(length), pairs, *(cells.get((length, pairs, nearest), "-") for nearest, _ in ranges)]
-        for length, pairs in product(results["lengths"], results["pairs"])
-    ]
-    columns = [f"{nearest} to {farthest}" if nearest < farthest else str(nearest) for nearest, farthest in ranges]
-    what = "% correct (95 % interval) by segments from the pair to the answer, 0: in the same one"
-    title = f"{shown_name(model, results)}, {form}: {what}"
-    return Table(title, ["tokens", "pairs", *columns], rows)
-
-
-def _by_place(results: Results, model: str, form: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """Returns the cells of a model and form by pairs and length."""
-    cells = [cell for cell in results["cells"] if (cell["model"], cell["form"]) == (model, form)]
-    return {(cell["pairs"], cell["length"]): cell for cell in cells}
+def _segments_table(title: str, found: Sequence[dict[str, Any]], results: Results) -> Table:
+    """Returns the accuracies by number of segments from the pair to the answer, of a model and form."""
+    ranges = {one["nearest"]: one["farthest"] for one in sorted(found, key=lambda one: one["nearest"])}
+    columns = {near: f"{near} to {far}" if near < far else str(near) for near, far in ranges.items()}
+    rows = {(length, pairs): [_shown(length), pairs] for length, pairs in product(results["lengths"], results["pairs"])}
+    title += " segments from the pair to the answer, 0: in the same one"
+    return pivot(title, ["tokens", "pairs"], keyed(found, "length", "pairs", "nearest"), rows, columns, with_interval)
 
 
 def _shown(length: int, unit: str = "") -> str:

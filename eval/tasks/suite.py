@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import lm_eval
 
+from ..charts import finish
 from ..harness import CondenseLM, StockLM
 from ..harness_tasks import BENCHMARKS, FILLED, default_folder, load_task, longest_sample, requests_of, tasks_of
 from ..models import EvaluatedModel
@@ -20,6 +21,7 @@ from ..results import Table, groups_of, picture, some_table
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
+from ..tables import keyed, pivot, select
 from .evaluation import Evaluation
 from .options import SuiteOptions
 
@@ -238,16 +240,14 @@ class Suite(Evaluation[Cell]):
         with picture(path, columns=len(names), figsize=(4 * len(names), 3.2), squeeze=False) as panels:
             for axes, name in zip(panels[0], names, strict=True):
                 for (model,), means in groups_of(results["means"], "model").items():
-                    points = sorted((one for one in means if one["benchmark"] == name), key=lambda one: one["length"])
+                    points = sorted(select(means, benchmark=name), key=lambda one: one["length"])
                     lengths = [point["length"] for point in points]
                     axes.plot(lengths, [100 * point["score"] for point in points], marker="o", label=model)
                     low, high = ([100 * point[bound] for point in points] for bound in ("low", "high"))
                     axes.fill_between(lengths, low, high, alpha=0.15)
                 axes.set_xscale("log", base=2)
-                axes.set(ylim=(0, 100), xlabel="tokens")
-                axes.set_title(name, fontsize=10)
-                axes.grid(alpha=0.3)
-                axes.legend(fontsize=7)
+                axes.set_ylim(0, 100)
+                finish(axes, name, "tokens", legend=7)
 
 
 def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -265,11 +265,11 @@ def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _table(title: str, name: str, cells: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
     """Returns a table by model and `name`, and by length: the score and the number of prompts."""
-    rows = []
-    for (model, one), own in groups_of(cells, "model", name).items():
-        by_length = {cell["length"]: cell for cell in own if cell["prompts"]}
-        found = [by_length.get(length) for length in lengths]
-        shown = [f"{100 * cell['score']:.1f} ({cell['prompts']:,})" if cell else "-" for cell in found]
-        rows.append([one, model, *shown])
-    columns = [name, "model", *(f"{length:,}" for length in lengths)]
-    return Table(f"{title}: score of 100 (prompts), by tokens", columns, rows)
+    rows = {(model, one): (one, model) for model, one in groups_of(cells, "model", name)}
+    scored = keyed((cell for cell in cells if cell["prompts"]), "model", name, "length")
+    columns = {length: f"{length:,}" for length in lengths}
+    return pivot(f"{title}: score of 100 (prompts), by tokens", [name, "model"], scored, rows, columns, _shown)
+
+
+def _shown(cell: dict[str, Any] | None) -> str:
+    return f"{100 * cell['score']:.1f} ({cell['prompts']:,})" if cell else "-"

@@ -33,10 +33,11 @@ from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
+from ..tables import keyed
 from .corpus import Corpus, find_source, read_corpus
 from .evaluation import Evaluation, answer, left_out_table, shown_name
 from .options import SummarizationOptions
-from .rouge import METRICS, SCORES, UNSTEMMED, Rouge
+from .rouge import METRICS, SCORES, Rouge
 
 BUCKETS = {"0-512": (0, 512), "512-1024": (512, 1024), "1024+": (1024, np.inf), "overall": (0, np.inf)}
 
@@ -134,8 +135,7 @@ class Summarization(Evaluation[Batch]):
         first = results["models"][0]["name"]
         rows = []
         for cell in results["cells"]:
-            scores = [_figure(cell, metric) for metric in METRICS]
-            scores += [_figure(cell, name, with_interval=False) for name in UNSTEMMED]
+            scores = [_figure(cell, metric, with_interval=metric in METRICS) for metric in SCORES]
             mean_new = "" if cell["new_tokens"] is None else f"{cell['new_tokens']:.1f}"
             name = shown_name(cell["model"], results)
             rows.append([name, cell["bucket"], f"{cell['documents']:,}", *scores, mean_new])
@@ -153,7 +153,7 @@ class Summarization(Evaluation[Batch]):
     def draw(cls, results: Results, path: Path) -> None:
         """Draws a panel per metric: bars of all models side by side in each bucket, with their intervals."""
         names = [model["name"] for model in results["models"]]
-        cells = {(cell["model"], cell["bucket"]): cell for cell in results["cells"]}
+        cells = keyed(results["cells"], "model", "bucket")
         counts = [cells[names[0], bucket]["documents"] for bucket in BUCKETS]
         labels = [f"{bucket}\nn = {count:,}" for bucket, count in zip(BUCKETS, counts, strict=True)]
         with picture(path, 2, 2, figsize=(9, 6)) as panels:

@@ -170,3 +170,8 @@ def by_blocks(loss_N: np.ndarray, longest: int) -> dict[str, Any]:
     block = -(-longest // PARTS)
     means = [float(loss_N[first : first + block].mean()) for first in range(0, len(loss_N), block)]
     return {"tokens": len(loss_N), "block": block, "losses": means}
+
+
+def parts_of(curve: dict[str, Any]) -> list[tuple[int, float]]:
+    """Returns the first token and the mean of each part of `by_blocks`."""
+    return [(part * curve["block"], loss) for part, loss in enumerate(curve["losses"])]

@@ -15,7 +15,7 @@ import pandas as pd
 from condense.eval.intervals import LOG, interval, shown
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
-from condense.eval.study.study import select
+from condense.eval.tables import select
 
 from .data import described_line
 from .experiment import Experiment

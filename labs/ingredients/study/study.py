@@ -18,7 +18,7 @@ from condense.eval.options import stored
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
-from condense.eval.study.study import Study, select
+from condense.eval.study.study import Study
 from condense.eval.study.training import (
     DTYPE,
     PAPERS_MEMORY,
@@ -29,6 +29,7 @@ from condense.eval.study.training import (
     placed,
     study_recipe,
 )
+from condense.eval.tables import select
 from condense.labs.continuity import ContinuousLM
 from condense.labs.continuity.study.aggregation import SET, answers
 from condense.labs.continuity.study.counts import Counting

@@ -1,7 +1,7 @@
-"""Parts of pictures: the end of a panel, curves with a band, heat maps, panels side by side."""
+"""Parts of pictures: the end of a panel, heat maps, panels side by side."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,29 +13,20 @@ from .tables import Cells
 
 PAGE_WIDTH = 11.0  # of a report [inches]
 
+Names = Mapping[Any, str]  # of rows or columns, by their values
 
-def finish(
-    panel: Any, title: str = "", x: str = "", y: str = "", legend: int = 0, grid: str = "both", small: int | None = None
-) -> None:
-    """Gives a panel its title, the names of its axes, in font size `small` if given, a grid and, of a font size, a
-    legend."""
-    panel.set_xlabel(x, fontsize=small)
-    panel.set_ylabel(y, fontsize=small)
+
+def finish(panel: Any, title: str = "", x: str = "", y: str = "", legend: int = 0, **small: Any) -> None:
+    """Gives a panel its title, the names of its axes, a grid and, with a font size, a legend of its curves."""
+    panel.set_xlabel(x, **small)
+    panel.set_ylabel(y, **small)
     panel.set_title(title, fontsize=10)
-    panel.grid(alpha=0.3, axis=grid)
+    panel.grid(alpha=0.3)
     if legend and panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize=legend)
 
 
-def banded(panel: Any, x: Sequence[float], y: Sequence[float], low: Any, high: Any, color: str, **style: Any) -> None:
-    """Draws a curve and the band of its interval."""
-    panel.plot(x, y, color=color, **style)
-    panel.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-
-
-def heat_map(
-    axes: Any, cells: Cells, rows: Mapping[Any, str], columns: Mapping[Any, str], unit: str = "% correct"
-) -> None:
+def heat_map(axes: Any, cells: Cells, rows: Names, columns: Names, unit: str = "% correct") -> None:
     """Draws the accuracies of cells as percentages, with their numbers; places without a cell stay empty."""
     shares = {place: 100 * cell["accuracy"] for place, cell in cells.items()}
     grid = np.array([[shares.get((row, column), np.nan) for column in columns] for row in rows])

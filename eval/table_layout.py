@@ -36,13 +36,10 @@ def lines(head: Row, rows: Sequence[Row], width: int | None = None) -> list[str]
     with the columns that name a row, and columns of words are wrapped that are still too wide.
     """
     columns = [[head[number], *(row[number] for row in rows)] for number in range(len(head))]
-    texts = [is_text(column[1:]) for column in columns]
-    widths = [max(map(len, column)) for column in columns]
-    if width is None or _total(widths) <= width:
-        return _written(columns, widths, texts)
-    for head_width in (24, 16, HEAD_WIDTH, 8):
-        widths = _widths(columns, head_width)
-        if _total(widths) <= width:
+    texts = [is_text(cells) for _, *cells in columns]
+    plain = [max(map(len, column)) for column in columns]
+    for widths in (plain, *(_widths(columns, head_width) for head_width in (24, 16, HEAD_WIDTH, 8))):
+        if width is None or _total(widths) <= width:
             return _written(columns, widths, texts)
     widths, found = _widths(columns, HEAD_WIDTH), list[str]()
     for numbers in _parts(widths, texts.index(True) + 1 if True in texts[:MOST_NAMES] else 1, width):
@@ -82,12 +79,10 @@ def _written(columns: Sequence[Row], widths: Sequence[int], texts: Sequence[bool
         cells = [
             wrap(cell, width) or [""] if len(cell) > width else [cell] for cell, width in zip(row, widths, strict=True)
         ]
-        height = max(map(len, cells))
-        for line in range(height):
-            shown = []
-            for cell, width, text in zip(cells, widths, texts, strict=True):
-                place = line - (height - len(cell) if number == 0 else 0)
-                part = cell[place] if 0 <= place < len(cell) else ""
-                shown.append(part.ljust(width) if text else part.rjust(width))
+        blank = [[""] * (max(map(len, cells)) - len(cell)) for cell in cells]
+        stacked = [above + cell if number == 0 else cell + above for cell, above in zip(cells, blank, strict=True)]
+        for line in zip(*stacked, strict=True):
+            parts = zip(line, texts, widths, strict=True)
+            shown = (part.ljust(width) if text else part.rjust(width) for part, text, width in parts)
             found.append(GAP.join(shown).rstrip())
     return found

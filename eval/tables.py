@@ -6,7 +6,8 @@ from typing import Any
 from .results import Table
 
 Record = dict[str, Any]
-Cells = Mapping[tuple[Any, ...], Record]  # by the values of the row and the column
+Cells = Mapping[tuple[Any, ...], Record]  # by the values of row and column
+Rows = Mapping[tuple[Any, ...], Sequence[Any]]  # names
 
 
 def select(records: Iterable[Record], **fields: Any) -> list[Record]:
@@ -25,14 +26,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], missing: str = "") -> T
     return Table(title, columns, [[row.get(name, missing) for name in columns] for row in rows])
 
 
-def pivot(
-    title: str,
-    head: Sequence[str],
-    cells: Cells,
-    rows: Mapping[tuple[Any, ...], Sequence[Any]],
-    columns: Mapping[Any, str],
-    shown: Callable[[Record | None], str],
-) -> Table:
+def pivot(title: str, head: list[str], cells: Cells, rows: Rows, columns: Mapping[Any, str], shown: Callable) -> Table:
     """Returns a table of rows x columns. Keys are values in the records; the rows' own are shown under `head`, and
     places without a cell as `shown(None)`."""
     lines = [[*names, *(shown(cells.get((*row, column))) for column in columns)] for row, names in rows.items()]

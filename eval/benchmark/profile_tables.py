@@ -8,6 +8,7 @@ from typing import Any
 
 from ..paper import RATIOS, Ratio
 from ..results import Table, picture, set_log_scale, some_table
+from ..tables import select
 from .models import TABLE_1_PARAMETERS
 from .tables import MODE_NAMES, failure, group_by, label, model_table, token_axis, workload
 
@@ -37,7 +38,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
         columns += [f"{stock}'s {what} / own" for what in ("time", peak, f"{peak} above model")]
         rows = []
         for point in points:
-            row: list[Any] = [_tokens(point), label(point)]
+            star = "*" * point.get("past_positions", False)  # past the positions in a stock model's config.json
+            row: list[Any] = [f"{point['length']:,}{star}", label(point)]
             if why := failure(point):
                 rows.append([*row, why, *[""] * (len(columns) - 3)])
                 continue
@@ -50,11 +52,6 @@ def tables(results: dict[str, Any]) -> list[Table]:
             rows.append(row + _against_stock(point, points))
         made.append(Table(_title(shared, points), columns, rows))
     return made + _paper_table(results)
-
-
-def _tokens(point: dict[str, Any]) -> str:
-    """Formats the length, with a star if it exceeds the positions in a stock model's config.json."""
-    return f"{point['length']:,}" + "*" * point.get("past_positions", False)
 
 
 def _above(point: dict[str, Any], peak: str) -> float:
@@ -78,7 +75,7 @@ def _title(shared: dict[str, Any], points: list[dict[str, Any]]) -> str:
 
 
 def _against_stock(point: dict[str, Any], points: list[dict[str, Any]]) -> list[str]:
-    stock = next((other for other in points if (other["kind"], other["length"]) == ("stock", point["length"])), None)
+    stock = next(iter(select(points, kind="stock", length=point["length"])), None)
     if stock is None or stock is point:
         return ["", "", ""]
     if why := failure(stock):
@@ -110,13 +107,11 @@ def _paper_table(results: dict[str, Any]) -> list[Table]:
 def _by_segment(points: list[dict[str, Any]], ratio: Ratio) -> dict[int, dict[bool, str]]:
     """Returns our ratios, by segment length and by whether the step has an optimizer."""
     found: dict[int, dict[bool, str]] = {}
-    here = [point for point in points if _is_of(point, ratio)]
-    for folded, stock in product(here, here):
-        is_pair = (folded["kind"], stock["kind"]) == ("folded", "stock")
-        if is_pair and all(folded.get(name) == stock.get(name) for name in ("model", *SHARED)):
+    for shared, here in group_by([point for point in points if _is_of(point, ratio)], "model", *SHARED):
+        for folded, stock in product(select(here, kind="folded"), select(here, kind="stock")):
             fits = not (folded["out_of_memory"] or stock["out_of_memory"])
             ours = f"{stock[ratio.figure] / folded[ratio.figure]:.2f}x" if fits else "OOM"
-            found.setdefault(folded["segment_length"], {})[bool(folded.get("optimizer"))] = ours
+            found.setdefault(folded["segment_length"], {})[bool(shared["optimizer"])] = ours
     return found
 
 

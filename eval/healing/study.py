@@ -33,7 +33,7 @@ from ..charts import finish
 from ..intervals import band, shown
 from ..models import SETTINGS_OF_SOURCE, load_evaluated
 from ..options import stored
-from ..results import Table, picture
+from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
@@ -303,12 +303,12 @@ class Arm(NamedTuple):
 
 def _arms(results: Results, length: int) -> list[Arm]:
     """Returns the arms by method, then by share in the order of the runs."""
-    of_length = select(results["runs"], segment_length=length)
-    keys = dict.fromkeys((run["method"], run.get("share", "1")) for run in of_length)
-    has_shares = len({share for _, share in keys}) > 1
+    by_arm = groups_of(
+        [{"share": "1"} | run for run in select(results["runs"], segment_length=length)], "method", "share"
+    )
+    has_shares = len({share for _, share in by_arm}) > 1
     found: list[Arm] = []
-    for method, share in sorted(keys, key=lambda key: list(ARMS).index(key[0])):
-        runs = [run for run in of_length if (run["method"], run.get("share", "1")) == (method, share)]
+    for (method, share), runs in sorted(by_arm.items(), key=lambda item: list(ARMS).index(item[0][0])):
         shown_share = f", share {share}" if has_shares and method != UNTRAINED else ""
         color = f"C{len(found)}" if has_shares and method not in ("stock", TEACHER, UNTRAINED) else COLORS[method]
         found.append(Arm(ARMS[method] + shown_share, method, runs, color))

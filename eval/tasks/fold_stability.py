@@ -242,7 +242,8 @@ def _draw_layers(axes: Any, arms: Sequence[dict[str, Any]]) -> None:
     axes.bar(range(len(arms)), [arm["late"] for arm in arms], color=colors)
     _symlog(axes)
     title = "share 1 in one layer alone (red: diverges)"
-    finish(axes, title, "layer", f"nats a token above {CONTROL}, last quarter", grid="y")
+    finish(axes, title, "layer", f"nats a token above {CONTROL}, last quarter")
+    axes.grid(False, axis="x")
 
 
 def _draw_trace(axes: Any, traces: Sequence[dict[str, Any]], field: str, title: str) -> None:

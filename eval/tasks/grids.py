@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from ..charts import banded, finish, heat_map, side_by_side
+from ..charts import finish, heat_map, side_by_side
 from ..models import EvaluatedModel, rows_per_batch
 from ..overview import Figure, lengths_of
 from ..results import groups_of, picture, remove_picture, set_log_scale
@@ -146,7 +146,8 @@ class Grid(Evaluation[Batch]):
             label = shown_name(name, results) + (f", {dtypes[name]}" if names_dtype else "")
             look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": label}
             look["linestyle"] = LINE_STYLES[number % len(LINE_STYLES)]
-            banded(accuracy, lengths, mean, low, high, **look)
+            accuracy.plot(lengths, mean, **look)
+            accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
             state.plot(lengths, [max(cell["state_bytes"] for cell in row) / 1024 for row in by_length], **look)
             if trained := results["longest_trained"][name]:
                 label += ": longest text in training"

@@ -278,7 +278,8 @@ def _draw_costs(panel: Any, source: str, costs: Sequence[dict[str, Any]], result
     panel.set_yticks(range(len(costs)), labels if with_names else [""] * len(costs), fontsize=8)
     panel.invert_yaxis()
     panel.axvline(0, color="black", linewidth=1)
-    finish(panel, source, f"nats a token above {results['models'][0]['name']}", grid="x", small=8)
+    finish(panel, source, f"nats a token above {results['models'][0]['name']}", fontsize=8)
+    panel.grid(False, axis="y")
 
 
 def _draw_positions(panel: Any, curves: Sequence[dict[str, Any]], results: Results) -> None:
@@ -287,4 +288,4 @@ def _draw_positions(panel: Any, curves: Sequence[dict[str, Any]], results: Resul
         color = f"C{(number - 1) % 10}" if number else "black"  # of the reference
         panel.plot(middles, curve["losses"], label=_in_two_lines(label_of(curve, results)), linewidth=1.3, color=color)
     panel.tick_params(labelsize=7)
-    finish(panel, x="position in the text [tokens]", y="loss [nats a token]", legend=6, small=8)
+    finish(panel, x="position in the text [tokens]", y="loss [nats a token]", legend=6, fontsize=8)

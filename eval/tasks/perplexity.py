@@ -23,7 +23,7 @@ import torch
 from condense import CondenseConfig, CondenseForCausalLM, to_stock
 from condense.checks import quantization_of
 
-from ..charts import banded, finish
+from ..charts import finish
 from ..decoding import max_positions, reads_in_parts
 from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
@@ -301,9 +301,10 @@ def _draw_curve(left: Any, right: Any, curve: dict[str, Any], label: str) -> Non
         left.axhline(points[0]["loss"], linewidth=1.2, **dashed, **style)
         return
     before = [point["segments_before"] for point in points]
+    left.plot(before, [point["loss"] for point in points], marker="o", markersize=4, **style)
     # The band shows the paired difference, without the variation among segments.
     low, high = ([points[0]["loss"] - point[bound] for point in points] for bound in ("gained_low", "gained_high"))
-    banded(left, before, [point["loss"] for point in points], low, high, marker="o", markersize=4, **style)
+    left.fill_between(before, low, high, color=COLORS[name], alpha=0.15, linewidth=0)
 
 
 def _label(left: Any, right: Any, name: str, length: int, num_segments: int) -> None:

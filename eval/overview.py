@@ -153,25 +153,17 @@ class HarnessRun:
 
     def figures(self, model: str) -> list[Figure]:
         """Returns the figures of its groups, and of tasks outside any group."""
-        return [
-            Figure(
-                model,
-                f"{task}, {metric} (lm-eval)",
-                value,
-                digits=3,
-                remark="" if error is None else f"standard error {error:.3f}",
-            )
-            for task, metric, value, error in self.scores
-            if task not in self.grouped and math.isfinite(value)
-        ]
+        found = []
+        for task, metric, value, error in self.scores:
+            if task not in self.grouped and math.isfinite(value):
+                remark = "" if error is None else f"standard error {error:.3f}"
+                found.append(Figure(model, f"{task}, {metric} (lm-eval)", value, digits=3, remark=remark))
+        return found
 
     def not_finite(self) -> list[str]:
         """Returns the metrics that have no figure because they are infinite or NaN."""
-        return [
-            f"{task}, {metric}"
-            for task, metric, value, _ in self.scores
-            if task not in self.grouped and not math.isfinite(value)
-        ]
+        ungrouped = [score for score in self.scores if score[0] not in self.grouped]
+        return [f"{task}, {metric}" for task, metric, value, _ in ungrouped if not math.isfinite(value)]
 
     def table(self, model: str) -> Table:
         rows = [

@@ -303,12 +303,10 @@ class Arm(NamedTuple):
 
 def _arms(results: Results, length: int) -> list[Arm]:
     """Returns the arms by method, then by share in the order of the runs."""
-    by_arm = groups_of(
-        [{"share": "1"} | run for run in select(results["runs"], segment_length=length)], "method", "share"
-    )
-    has_shares = len({share for _, share in by_arm}) > 1
-    found: list[Arm] = []
-    for (method, share), runs in sorted(by_arm.items(), key=lambda item: list(ARMS).index(item[0][0])):
+    of_length = [{"share": "1"} | run for run in select(results["runs"], segment_length=length)]
+    groups, found = groups_of(of_length, "method", "share"), list[Arm]()
+    has_shares = len({share for _, share in groups}) > 1
+    for (method, share), runs in sorted(groups.items(), key=lambda item: list(ARMS).index(item[0][0])):
         shown_share = f", share {share}" if has_shares and method != UNTRAINED else ""
         color = f"C{len(found)}" if has_shares and method not in ("stock", TEACHER, UNTRAINED) else COLORS[method]
         found.append(Arm(ARMS[method] + shown_share, method, runs, color))

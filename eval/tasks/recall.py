@@ -125,16 +125,11 @@ class Recall(Evaluation[Batch]):
 
     @classmethod
     def overview(cls, results: Results) -> list[Figure]:
-        return [
-            Figure(
-                line["model"],
-                f"recall, {line['form']}, {_shown(line['length'], ' tokens')} [pairs]",
-                line["pairs"],
-                sign=line["bound"],
-                remark=remark_of(line["model"], results),
-            )
-            for line in results["capacities"]
-        ]
+        found = []
+        for line in results["capacities"]:
+            name, measure = line["model"], f"recall, {line['form']}, {_shown(line['length'], ' tokens')} [pairs]"
+            found.append(Figure(name, measure, line["pairs"], sign=line["bound"], remark=remark_of(name, results)))
+        return found
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..results import Table, picture
+from ..tables import select
 from .tables import group_by, label, model_table, workload
 
 SHARED = ("batch", "attention", "checkpointing", "optimizer")  # all points of a table share them
@@ -31,19 +32,16 @@ def tables(results: dict[str, Any]) -> list[Table]:
         columns += ["all at the peak [MiB]", "after the step [MiB]"]
         rows = []
         for point in points:
-            row = [f"{point['length']:,}", label(point)]
-            if point["out_of_memory"]:
-                rows.append([*row, "OOM", *[""] * (len(columns) - 3)])
-                continue
-            sizes = [*(point["peak"][kind] for kind in (*KINDS, "total")), point["after"]["total"]]
-            rows.append([*row, *map(_mib, sizes)])
+            cells = ["OOM", *[""] * (len(columns) - 3)]
+            if not point["out_of_memory"]:
+                cells = list(map(_mib, (*(point["peak"][kind] for kind in (*KINDS, "total")), point["after"]["total"])))
+            rows.append([f"{point['length']:,}", label(point), *cells])
         made.append(Table(f"{workload(shared)}: tensors at the peak", columns, rows))
         columns = ["tokens", "model", "module", "number", "weights [MiB]", "kept by the forward pass [MiB]"]
         columns += ["peak in its forward pass [MiB]", "peak in its backward pass [MiB]"]
         rows = [
             [f"{point['length']:,}", label(point), *line]
-            for point in points
-            if not point["out_of_memory"]
+            for point in select(points, out_of_memory=False)
             for line in _lines(point["modules"])
         ]
         made.append(Table(f"{workload(shared)}: by module, peaks of all memory while it runs", columns, rows))
@@ -54,15 +52,11 @@ def _lines(modules: Sequence[dict[str, Any]]) -> list[list[Any]]:
     """Returns a line for each role: sums over its modules, and the highest peaks."""
     lines = []
     for role, pattern in ROLES.items():
-        mine = [module for module in modules if re.fullmatch(pattern, module["module"])]
-        if not mine:
-            continue
-        sums = [sum(module[name] for module in mine) for name in ("parameters", "kept")]
-        peaks = [
-            max((module[name] for module in mine if module[name] is not None), default=None)
-            for name in ("forward_peak", "backward_peak")
-        ]
-        lines.append([role, len(mine), *map(_mib, (*sums, *peaks))])
+        if mine := [module for module in modules if re.fullmatch(pattern, module["module"])]:
+            sums = [sum(module[name] for module in mine) for name in ("parameters", "kept")]
+            peaks = ([module[name] for module in mine] for name in ("forward_peak", "backward_peak"))
+            highest = (max((peak for peak in of_role if peak is not None), default=None) for of_role in peaks)
+            lines.append([role, len(mine), *map(_mib, (*sums, *highest))])
     return lines
 
 
@@ -72,7 +66,7 @@ def _mib(size: int | None) -> str:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draws a bar for each point, divided by kind of tensor."""
-    points = [point for point in results["points"] if not point["out_of_memory"]]
+    points = select(results["points"], out_of_memory=False)
     with picture(path, figsize=(9, 1 + 0.4 * len(points))) as axes:
         names = [f"{label(point)}, {point['length']:,} tokens\n{workload(point)}" for point in points]
         left = [0.0] * len(points)

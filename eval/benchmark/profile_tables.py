@@ -139,7 +139,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 title = f"state [{_state_unit(points)}]"
                 figures.append((title, lambda point: point["state_bytes"] / 2**20))
             for axes, (title, figure) in zip(line, figures, strict=False):
-                _curves(axes, points, figure, looks, "seconds" if title.endswith("[ms]") else "")
+                _curves(axes, points, figure, looks, title.endswith("[ms]"))
                 scale = " (log scale)" if axes.get_yscale() == "log" else ""
                 axes.set_title(title + scale, fontsize=9)
             for axes in line[len(figures) :]:
@@ -155,27 +155,24 @@ def _looks(points: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     looks: dict[str, dict[str, Any]] = {}
     lines: dict[str, int] = {}
     for point in points:
-        if label(point) in looks:
-            continue
-        color = f"C{models.index(point.get('model'))}" if len(models) > 1 else COLORS[point["kind"]]
-        line = lines[color] = lines.get(color, -1) + 1
-        style, marker = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))[line % 4]
-        looks[label(point)] = {"color": color, "linestyle": style, "marker": marker, "ms": 4}
+        if label(point) not in looks:
+            color = f"C{models.index(point.get('model'))}" if len(models) > 1 else COLORS[point["kind"]]
+            line = lines[color] = lines.get(color, -1) + 1
+            style, marker = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))[line % 4]
+            looks[label(point)] = {"color": color, "linestyle": style, "marker": marker, "ms": 4}
     return looks
 
 
-def _curves(
-    axes: Any, points: list[dict[str, Any]], figure: Figure, looks: dict[str, dict[str, Any]], interval: str
-) -> None:
-    """Draws a line per model; with `interval`, the name of a figure in seconds, also its lowest to highest repeat."""
+def _curves(axes: Any, points: list[dict[str, Any]], figure: Figure, looks: dict[str, Any], is_time: bool) -> None:
+    """Draws a line per model, and with times also their lowest to highest repeat."""
     every = [figure(point) for point in points if not failure(point)]
     for text, look in looks.items():
         mine = sorted((point for point in points if label(point) == text), key=lambda point: point["length"])
         fitting = [point for point in mine if not failure(point)]
         lengths = [point["length"] for point in fitting]
         axes.plot(lengths, list(map(figure, fitting)), **look)
-        if interval:
-            low, high = ([1000 * point[f"{interval}_{end}"] for point in fitting] for end in ("low", "high"))
+        if is_time:
+            low, high = ([1000 * point[f"seconds_{end}"] for point in fitting] for end in ("low", "high"))
             every += high
             axes.fill_between(lengths, low, high, color=look["color"], alpha=0.15)
         for point in mine:

@@ -1,6 +1,6 @@
 """Tables and picture of schedules and attentions side by side, with the choices of "auto"."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from .tables import group_by, token_axis
 TOLERANCE = 1.05  # how many times the fastest choice's time "auto" may take
 
 
-def ratio(point: dict[str, Any]) -> float:
-    """Returns how many times as fast the wavefront is as the sequential schedule."""
-    return point["sequential_seconds"] / point["wavefront_seconds"]
+def ratio(point: dict[str, Any], names: Sequence[str] = SCHEDULES) -> float:
+    """Returns how many times as fast the second is as the first: the wavefront as the sequential schedule."""
+    return point[f"{names[0]}_seconds"] / point[f"{names[1]}_seconds"]
 
 
 def excess(point: dict[str, Any], names: Sequence[str] = SCHEDULES, chosen: str = "auto") -> float:
@@ -26,27 +26,18 @@ def tables(results: dict[str, Any]) -> list[Table]:
     """Returns tables of schedules under each attention, then of attentions. Titles count auto's right choices."""
     made = []
     for shared, points in group_by(results["points"], "attention"):
-        ratios = "sequential / wavefront", ratio
-        made.append(_table(f"schedules, attention {shared['attention']}", points, SCHEDULES, "auto", ratios))
+        made.append(_table(f"schedules, attention {shared['attention']}", points, SCHEDULES, "auto"))
     first = results["points"][0]["attention"]  # implementations are compared regardless of the option
     everywhere = [p for p in results["points"] if "auto_attention" in p and p["attention"] == first]
     names = [name for point in everywhere[:1] for name in point["times"] if name not in SCHEDULES]
     if len(names) > 1:
-        ratios = f"{names[0]} / {names[1]}", lambda point: point[f"{names[0]}_seconds"] / point[f"{names[1]}_seconds"]
-        title = "attention, under the schedule that auto takes"
-        made.append(_table(title, everywhere, names, "auto_attention", ratios))
+        made.append(_table("attention, under the schedule that auto takes", everywhere, names, "auto_attention"))
     return made
 
 
-def _table(
-    title: str,
-    points: list[dict[str, Any]],
-    names: Sequence[str],
-    chosen: str,
-    ratios: tuple[str, Callable[[dict[str, Any]], float]],
-) -> Table:
+def _table(title: str, points: list[dict[str, Any]], names: Sequence[str], chosen: str) -> Table:
     columns = ["tokens", "segment", "batch", "mode", *[f"{name} [ms] (lowest to highest)" for name in names]]
-    columns += [ratios[0], "auto takes", "auto's time / the best one's"]
+    columns += [" / ".join(names[:2]), "auto takes", "auto's time / the best one's"]
     rows, right, fitting = [], 0, 0
     for point in points:
         row = [f"{point['length']:,}", point["segment_length"], point["batch"], point["mode"]]
@@ -56,7 +47,7 @@ def _table(
         found = excess(point, names, chosen)
         fitting, right = fitting + 1, right + (found <= TOLERANCE)
         row += [_milliseconds(point, name) for name in names]
-        rows.append([*row, f"{ratios[1](point):.2f}", point[chosen], f"{found:.2f}"])
+        rows.append([*row, f"{ratio(point, names):.2f}", point[chosen], f"{found:.2f}"])
     title += f": auto is within {TOLERANCE - 1:.0%} of the best one in {right} of {fitting} points"
     return Table(title, columns, rows)
 

@@ -327,15 +327,13 @@ def _costs(results: Results) -> Table:
             before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
             cost = f"{runs[0]['cost']:.4f}" if length else "-"
             row = [length or "-", arm.name, before, after if len(runs[0]["losses"]) > 1 else "-", cost]
-            if "won_back" not in runs[0]:
-                rows.append([*row, *["-"] * (len(columns) - len(row))])
-                continue
-            if runs[0]["won_back"] is None:
-                rows.append([*row, "folding costs nothing", *["-"] * (len(columns) - len(row) - 1)])
-                continue
-            shares = [shown([100 * run["won_back"][number] for run in runs], 1) for number in quarters]
-            reached = [run["tokens_to_bar"] for run in runs]
-            rows.append([*row, *shares, "not reached" if None in reached else shown(reached, 0)])
+            if runs[0].get("won_back"):
+                row += [shown([100 * run["won_back"][number] for run in runs], 1) for number in quarters]
+                reached = [run["tokens_to_bar"] for run in runs]
+                row.append("not reached" if None in reached else shown(reached, 0))
+            elif "won_back" in runs[0]:
+                row.append("folding costs nothing")
+            rows.append(row + ["-"] * (len(columns) - len(row)))
     return Table("held-out loss [nats a token], and what training wins back of the cost of folding", columns, rows)
 
 
@@ -348,10 +346,10 @@ def _memories(results: Results) -> Table:
             runs = arm.runs
             losses = [shown([run["by_before"][number] for run in runs], 4) for number in (0, 1, -1)]
             worst = min(runs, key=lambda run: run["further_low"])
-            row: list[Any] = [length, arm.name, *losses, len(runs[0]["by_before"]) - 1]
-            row += [shown([run["further"] for run in runs], 4)]
-            row += [f"{worst['further_low']:.4f} to {worst['further_high']:.4f}", runs[0]["segments"]]
-            rows.append(row)
+            further = shown([run["further"] for run in runs], 4)
+            further_of_worst = f"{worst['further_low']:.4f} to {worst['further_high']:.4f}"
+            most, number = len(runs[0]["by_before"]) - 1, runs[0]["segments"]
+            rows.append([length, arm.name, *losses, most, further, further_of_worst, number])
     return Table("loss of the same segments by the segments before them, at the end [nats a token]", columns, rows)
 
 

@@ -40,13 +40,11 @@ def data_of(results: Results) -> str:
 
 def rows(results: Results) -> list[dict[str, Any]]:
     """Returns the costs, then the losses by position: means from the token `first` on, before `end` if it is given."""
-    found = [
-        {
-            **{name: value for name, value in cost.items() if name not in ("by_text", "read")},
-            "diverges": diverges(cost), "texts": len(cost["by_text"]), "first": cost["segment_length"],
-        }
-        for cost in results["costs"]
-    ]  # fmt: skip
+    found = []
+    for cost in results["costs"]:
+        kept = {name: value for name, value in cost.items() if name not in ("by_text", "read")}
+        texts = {"diverges": diverges(cost), "texts": len(cost["by_text"]), "first": cost["segment_length"]}
+        found.append(kept | texts)
     for curve in results["by_position"]:
         about = {name: curve[name] for name in ("model", "segment_length", "memory", "sink")}
         for first, loss in parts_of(curve):

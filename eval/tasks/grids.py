@@ -144,8 +144,8 @@ class Grid(Evaluation[Batch]):
             mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
             names_dtype = len(set(dtypes.values())) > 1 and dtypes[name] != "-"
             label = shown_name(name, results) + (f", {dtypes[name]}" if names_dtype else "")
-            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": label}
-            look["linestyle"] = LINE_STYLES[number % len(LINE_STYLES)]
+            style = LINE_STYLES[number % len(LINE_STYLES)]
+            look = {"color": f"C{number}", "marker": "o", "markersize": 3, "label": label, "linestyle": style}
             accuracy.plot(lengths, mean, **look)
             accuracy.fill_between(lengths, low, high, color=look["color"], alpha=0.15, linewidth=0)
             state.plot(lengths, [max(cell["state_bytes"] for cell in row) / 1024 for row in by_length], **look)
@@ -157,23 +157,21 @@ class Grid(Evaluation[Batch]):
             set_log_scale(state, "y")
         else:
             state.set_ylim(bottom=0)
-        for panel in (accuracy, state):
+        accuracy.set_ylim(0, 102)
+        shown = f"% correct, all {cls.row}s together", f"state of a text [{state_unit(results, *dtypes)}]"
+        for panel, y in zip((accuracy, state), shown, strict=True):
             set_log_scale(panel, "x")
             panel.set_xlim(accuracy.get_xlim())
-        accuracy.set_ylim(0, 102)
-        finish(accuracy, x="tokens", y=f"% correct, all {cls.row}s together")
-        finish(state, x="tokens", y=f"state of a text [{state_unit(results, *dtypes)}]")
+            finish(panel, x="tokens", y=y)
         accuracy.figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
 
     @classmethod
     def _heat_map(cls, axes: Any, name: str, results: Results, unit: str) -> None:
-        lengths, rows = results["lengths"], results[f"{cls.row}s"]
-        cells = keyed(select(results["cells"], model=name), cls.row, "length")
-        heat_map(axes, cells, {row: cls.label(row) for row in rows}, {n: f"{n:,}" for n in lengths}, unit)
+        lengths, trained = results["lengths"], results["longest_trained"][name]
+        rows, columns = {row: cls.label(row) for row in results[f"{cls.row}s"]}, {n: f"{n:,}" for n in lengths}
+        heat_map(axes, keyed(select(results["cells"], model=name), cls.row, "length"), rows, columns, unit)
         axes.set(xlabel="tokens", ylabel=cls.row_title)
-        shown = shown_name(name, results)
-        axes.set_title(shown, fontsize=10)
-        trained = results["longest_trained"][name]
+        axes.set_title(shown_name(name, results), fontsize=10)
         if trained and trained < lengths[-1]:
             num_trained = sum(length <= trained for length in lengths)
             border = num_trained - 0.5
@@ -182,7 +180,7 @@ class Grid(Evaluation[Batch]):
             if num_trained:
                 axes.axvline(border, color="black", linewidth=2)
                 axes.annotate("trained", xytext=(-3, 4), fontsize=8, ha="right", **above)
-            axes.set_title(shown, fontsize=10, pad=18)
+            axes.set_title(axes.get_title(), fontsize=10, pad=18)
 
 
 def prompts_per_batch(model: EvaluatedModel, num_tokens: int) -> int:

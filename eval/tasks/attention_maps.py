@@ -257,14 +257,13 @@ def draw_mass(results: Results, path: Path) -> None:
     size = (5.5 * columns, 3.8 * len(models))
     with picture(path, rows=len(models), columns=columns, figsize=size, squeeze=False) as panels:
         for (left, right, *more), model in zip(panels, models, strict=True):
-            masses, shown = select(results["masses"], model=model["name"]), shown_name(model["name"], results)
+            masses, maps = (select(results[which], model=model["name"]) for which in ("masses", "maps"))
+            shown = shown_name(model["name"], results)
             by_layer = (left, "on_previous", _before(model)), *((axes, "on_first", _first_key(model)) for axes in more)
             for axes, kind, what in by_layer:
                 _draw_by_layer(axes, masses, results["segments"], kind)
                 finish(axes, f"{shown}: by layer", "layer", f"% of attention on {what}", legend=8)
-            _draw_by_position(
-                right, masses, sorted({one["layer"] for one in select(results["maps"], model=model["name"])})
-            )
+            _draw_by_position(right, masses, sorted({one["layer"] for one in maps}))
             title, x = f"{shown}: by position, mean of the segments", "position of the query in its segment [tokens]"
             finish(right, title, x, f"% of attention on {_before(model)}", legend=8)
             for axes in (left, right, *more):

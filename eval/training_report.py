@@ -6,6 +6,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -141,13 +142,12 @@ def _draw_validation(runs: Sequence[Run], path: Path) -> None:
     losses = [name for name in names if name.startswith("eval_loss") and SEGMENT not in name]
     accuracies = [name for name in names if name.endswith("_accuracy")]
     with picture(path, columns=1 + bool(accuracies), figsize=(10, 3.2), squeeze=False) as axes:
-        for run in runs:
-            for shown, drawn in zip(axes[0], (losses, accuracies), strict=False):
-                for name in drawn:
-                    detail = name.removeprefix("eval_").removeprefix("loss").strip("_")
-                    label = f"{run['name']}: {detail}" if detail and len(drawn) > 1 else run["name"]
-                    _plot(shown, run["validations"], name, label, marker="o", markersize=3)
-        for shown, title in zip(axes[0], ("validation loss", "right answers in validation"), strict=False):
+        titles = "validation loss", "right answers in validation"
+        for shown, drawn, title in zip(axes[0], (losses, accuracies), titles, strict=False):
+            for run, name in product(runs, drawn):
+                detail = name.removeprefix("eval_").removeprefix("loss").strip("_")
+                label = f"{run['name']}: {detail}" if detail and len(drawn) > 1 else run["name"]
+                _plot(shown, run["validations"], name, label, marker="o", markersize=3)
             finish(shown, title, "step", legend=8)
 
 
@@ -163,13 +163,13 @@ def _draw_segments(runs: Sequence[Run], path: Path) -> None:
     with picture(path, rows=len(runs), columns=len(drawn), figsize=size, squeeze=False) as axes:
         for run, row in zip(runs, axes, strict=True):
             for shown, (lines, prefix, what) in zip(row, drawn, strict=True):
-                for name in _segments(run[lines], prefix):
+                for name in (names := _segments(run[lines], prefix)):
                     segment = name.removeprefix(f"{prefix}{SEGMENT}")
                     _plot(shown, run[lines], name, f"segment {segment}", marker="o" if prefix else "", markersize=3)
-                if not _segments(run[lines], prefix):
+                if names:
+                    finish(shown, f"{run['name']}: {what} loss by segment", "step", legend=8)
+                else:
                     shown.set_axis_off()
-                    continue
-                finish(shown, f"{run['name']}: {what} loss by segment", "step", legend=8)
 
 
 def _draw_speed(runs: Sequence[Run], path: Path) -> None:

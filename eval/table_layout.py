@@ -37,9 +37,9 @@ def lines(head: Row, rows: Sequence[Row], width: int | None = None) -> list[str]
     """
     columns = [[head[number], *(row[number] for row in rows)] for number in range(len(head))]
     texts = [is_text(cells) for _, *cells in columns]
-    plain = [max(map(len, column)) for column in columns]
+    plain, width = [max(map(len, column)) for column in columns], sys.maxsize if width is None else width
     for widths in (plain, *(_widths(columns, head_width) for head_width in (24, 16, HEAD_WIDTH, 8))):
-        if width is None or _total(widths) <= width:
+        if _total(widths) <= width:
             return _written(columns, widths, texts)
     widths, found = _widths(columns, HEAD_WIDTH), list[str]()
     for numbers in _parts(widths, texts.index(True) + 1 if True in texts[:MOST_NAMES] else 1, width):

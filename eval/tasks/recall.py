@@ -147,12 +147,12 @@ class Recall(Evaluation[Batch]):
             state = kibibytes([line]), dtype_of(line["model"], results)
             rows.append([model, line["form"], _shown(line["length"]), pairs, *state, size])
         tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
-        pairs, lengths = {(n,): [n] for n in results["pairs"]}, {n: _shown(n) for n in results["lengths"]}
+        by_pairs, lengths = {(n,): [n] for n in results["pairs"]}, {n: _shown(n) for n in results["lengths"]}
         for model, form in product(results["models"], results["forms"]):
             own = {"model": model["name"], "form": form}
             title = f"{shown_name(model['name'], results)}, {form}: % correct (95 % interval) by"
             cells = keyed(select(results["cells"], **own), "pairs", "length")
-            tables.append(pivot(f"{title} tokens", ["pairs"], cells, pairs, lengths, with_interval))
+            tables.append(pivot(f"{title} tokens", ["pairs"], cells, by_pairs, lengths, with_interval))
             if results["memories"][model["name"]] is not None and "by_segments" in results:  # older results have none
                 tables.append(_segments_table(title, select(results["by_segments"], **own), results))
         return tables

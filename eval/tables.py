@@ -7,7 +7,7 @@ from .results import Table
 
 Record = dict[str, Any]
 Cells = Mapping[tuple[Any, ...], Record]  # by the values of row and column
-Rows = Mapping[tuple[Any, ...], Sequence[Any]]  # names
+Rows = Mapping[tuple[Any, ...], Sequence[Any]]  # the cells that name a row, by its values
 
 
 def select(records: Iterable[Record], **fields: Any) -> list[Record]:
@@ -20,10 +20,10 @@ def keyed(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], Reco
     return {tuple(record[name] for name in fields): record for record in records}
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]], missing: str = "") -> Table:
-    """Returns a table with the keys of its rows as columns, in the order in which they appear."""
+def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns a table with the keys of its rows as columns, in the order in which they appear; other cells are empty."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    return Table(title, columns, [[row.get(name, missing) for name in columns] for row in rows])
+    return Table(title, columns, [[row.get(name, "") for name in columns] for row in rows])
 
 
 def pivot(title: str, head: list[str], cells: Cells, rows: Rows, columns: Mapping[Any, str], shown: Callable) -> Table:

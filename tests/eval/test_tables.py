@@ -19,9 +19,9 @@ def test_records_are_selected_by_all_fields():
 
 
 def test_columns_are_the_keys_in_the_order_in_which_they_appear():
-    made = table("t", [{"model": "a", "0": 1}, {"model": "b", "0": 2, "512": 3}, {"512": 4}], missing="-")
+    made = table("t", [{"model": "a", "0": 1}, {"model": "b", "0": 2, "512": 3}, {"512": 4}])
     assert (made.title, made.columns) == ("t", ["model", "0", "512"])
-    assert made.rows == [["a", 1, "-"], ["b", 2, 3], ["-", "-", 4]]
+    assert made.rows == [["a", 1, ""], ["b", 2, 3], ["", "", 4]]
 
 
 def test_a_pivot_has_the_asked_rows_and_columns():

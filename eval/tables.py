@@ -21,7 +21,7 @@ def keyed(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], Reco
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns a table with the keys of its rows as columns, in the order in which they appear; other cells are empty."""
+    """Returns a table with the keys of its rows as columns, in the order in which they appear; gaps stay empty."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return Table(title, columns, [[row.get(name, "") for name in columns] for row in rows])
 

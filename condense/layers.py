@@ -28,7 +28,7 @@ from .ops.kernels.rms_norm import rms_norm
 from .ops.kernels.rotary import rotate
 from .ops.kernels.swiglu import silu_product
 from .ops.linear import apply_linear
-from .ops.shared_weights import used
+from .ops.shared_weights import use_weight
 from .ops.transforms import has_hooks
 from .state.memory import KeyValueState, Memory
 
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
         return f"{len(self.weight)}, eps={self.variance_epsilon}"
 
     def forward(self, hidden_RTD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_RTD, used(self.weight), self.variance_epsilon)
+        return rms_norm(hidden_RTD, use_weight(self.weight), self.variance_epsilon)
 
 
 class MLP(nn.Module):

@@ -149,7 +149,7 @@ def cross_entropies(
     """
     token_losses: TokenLosses = _token_losses
     if recompute:
-        token_losses = recomputed(token_losses, head)
+        token_losses = with_recomputation(token_losses, head)
     parts = zip(hidden_nD.split(max_tokens), target_n.split(max_tokens), strict=True)
     return torch.cat([token_losses(head, *part) for part in parts])
 
@@ -159,7 +159,7 @@ def next_labels(labels_BN: torch.Tensor) -> torch.Tensor:
     return F.pad(labels_BN[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def recomputed(token_losses: TokenLosses, head: Callable) -> TokenLosses:
+def with_recomputation(token_losses: TokenLosses, head: Callable) -> TokenLosses:
     """Makes the backward pass recompute the logits of `token_losses`, with the weights of the forward pass.
 
     torch.func does not support checkpoints: within it, logits are kept.

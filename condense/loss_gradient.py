@@ -61,7 +61,7 @@ class HeadGradients:
         if self.norm is not None:
             leaf_D = self.norm.weight.detach().requires_grad_(self.norm.weight.requires_grad)
             leaves.append(leaf_D)
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged):
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
                 # Does not call the module itself: a hook on all modules must not see an inner pass.
                 normed_nD = rms_norm(leaf_nD, leaf_D, self.norm.variance_epsilon)
         weight_VD, *biases = [one.detach() for one in self.head_weights]
@@ -124,8 +124,8 @@ class _BlockLoss(torch.autograd.Function):
         at_once = part_tokens(len(hidden_nD), max_tokens, hidden_nD.device.type, itemsize)
         parts = zip(hidden_nD.split(at_once), target_n.split(at_once), strict=True)
         losses, found = zip(*(gradients.compute(*part) for part in parts), strict=True)
-        ctx.save_for_backward(None if found[0] is None else _joined(found))
-        losses_n = _joined(losses)
+        ctx.save_for_backward(None if found[0] is None else _join(found))
+        losses_n = _join(losses)
         ctx.mark_non_differentiable(losses_n)
         return losses_n.sum(), losses_n
 
@@ -133,7 +133,7 @@ class _BlockLoss(torch.autograd.Function):
     def backward(ctx, factor, _):
         _check_first_derivative()
         (gradient_nD,) = ctx.saved_tensors
-        return None, None, None, None if gradient_nD is None else _scaled(gradient_nD, factor, gradient_nD.dtype)
+        return None, None, None, None if gradient_nD is None else _scale(gradient_nD, factor, gradient_nD.dtype)
 
 
 class _Total(torch.autograd.Function):
@@ -153,14 +153,14 @@ class _Total(torch.autograd.Function):
     def backward(ctx, factor):
         _check_first_derivative()
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        found = [None if one is None else _scaled(one, factor, dtype) for one, dtype in pairs]
+        found = [None if one is None else _scale(one, factor, dtype) for one, dtype in pairs]
         if ctx.tied is not None and found[0] is not None and may_be_summed(factor):
             ctx.tied.give(found[0])
             found[0] = None
         return None, None, None, *[factor] * ctx.num_losses, *found
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns the product, rounded once. CUDA rounds a 0-dimensional factor to the dtype of the other tensor, but not a
     factor with a dimension."""
     if gradient.is_cuda or gradient.dtype != dtype:
@@ -168,7 +168,7 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     return gradient * factor
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -181,5 +181,5 @@ def _check_first_derivative() -> None:
         )
 
 
-def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor

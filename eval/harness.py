@@ -193,7 +193,7 @@ class CondenseLM(StockLM):
     def _prefill(self, contexts: Sequence[Tokens], bar: ProgressBar) -> FoldedCache:
         """Returns the state before the last token of each context."""
         state = FoldedCache(self.model.config).start(len(contexts))
-        ids_BN, is_real_BN = _padded([context[:-1] for context in contexts], 0)
+        ids_BN, is_real_BN = _pad([context[:-1] for context in contexts], 0)
         warn_if_untrained(self.model, ids_BN.shape[1])
         num_columns = columns_per_call(self.model, TOKENS_PER_CALL, len(contexts))
         for columns, _ in prefill_calls(self._forward, ids_BN, num_columns, state, is_real_BN):
@@ -212,8 +212,8 @@ class CondenseLM(StockLM):
         state = copy.deepcopy(state)
         state.batch_select_indices(torch.tensor(rows))
         pairs = zip(contexts, continuations, strict=True)
-        ids_BN, is_real_BN = _padded([[context[-1], *continuation[:-1]] for context, continuation in pairs], 0)
-        target_BN, _ = _padded(continuations, IGNORE_INDEX)
+        ids_BN, is_real_BN = _pad([[context[-1], *continuation[:-1]] for context, continuation in pairs], 0)
+        target_BN, _ = _pad(continuations, IGNORE_INDEX)
         width = max(1, SCORED_PER_CALL // len(contexts))
         log_likelihood_B = torch.zeros(len(contexts), dtype=torch.float64)
         is_greedy_B = torch.ones(len(contexts), dtype=torch.bool)
@@ -240,7 +240,7 @@ class CondenseLM(StockLM):
             return self.model(input_ids.to(self.device), **options)
 
 
-def _padded(rows: Sequence[Tokens], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad(rows: Sequence[Tokens], fill: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pads rows on the right with `fill` to [B, N], so segments line up; also returns the mask of real tokens."""
     ids_BN = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], True, fill)
     return ids_BN, torch.arange(ids_BN.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]

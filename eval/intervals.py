@@ -39,7 +39,7 @@ def interval(values: Sequence[float], scale: Scale = LINEAR) -> tuple[float, flo
     return scale.back(mean), scale.back(mean - half), scale.back(mean + half)
 
 
-def shown(
+def format_seeds(
     values: Sequence[float | None], digits: int = 3, scale: Scale = LINEAR, form: str = "f", unit: float = 1
 ) -> str:
     """Returns the mean over the seeds that have a value, and its interval, as text; a dash if none has. A `unit` of 100
@@ -47,10 +47,10 @@ def shown(
     known = [value for value in values if value is not None]
     if not known:
         return "-"
-    return bracketed(interval(known, scale), f",.{digits}{form}", unit)
+    return format_interval(interval(known, scale), f",.{digits}{form}", unit)
 
 
-def bracketed(found: Iterable[float | None], form: str, unit: float = 1) -> str:
+def format_interval(found: Iterable[float | None], form: str, unit: float = 1) -> str:
     """Formats a mean, and the ends of its interval if it has one."""
     mean, *bounds = (f"{unit * number:{form}}" for number in found if number is not None)
     return f"{mean} [{', '.join(bounds)}]" if bounds else mean
@@ -68,7 +68,7 @@ def mean_and_interval(
     return {"values": list(values), "mean": mean, "low": low, "high": high}
 
 
-def written(found: Mapping[str, Any] | None) -> str:
+def format_mean(found: Mapping[str, Any] | None) -> str:
     """Formats the result of `mean_and_interval`; a dash if no run has a value."""
     if found is None or not any(value is not None for value in found["values"]):
         return "-"

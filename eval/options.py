@@ -47,7 +47,7 @@ class Options:
     listed_last: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        for name, field in described(type(self)).items():
+        for name, field in describe_fields(type(self)).items():
             option, value = field.option, getattr(self, name)
             if option.min is not None and value is not None and not option.min <= value < math.inf:
                 raise ValueError(f"{name}={value}: pass {option.min} or more.")
@@ -102,7 +102,7 @@ class Field(NamedTuple):
     default: Any
 
 
-def described(options: type[Options]) -> dict[str, Field]:
+def describe_fields(options: type[Options]) -> dict[str, Field]:
     """Returns the fields by name."""
     hints, found = get_type_hints(options, include_extras=True), {}
     own: Any = fields(options)  # type: ignore[arg-type]  # each subclass is a dataclass
@@ -114,16 +114,16 @@ def described(options: type[Options]) -> dict[str, Field]:
     return found
 
 
-def stored(options: Options) -> dict[str, Any]:
+def identify(options: Options) -> dict[str, Any]:
     """Returns the options by name, except options that may change when a measurement resumes."""
-    every = described(type(options)).items()
+    every = describe_fields(type(options)).items()
     found = {name: getattr(options, name) for name, field in every if not field.option.may_change}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def parameters(options: type[Options]) -> list[inspect.Parameter]:
     """Returns the fields as keyword parameters, which typer turns into flags."""
-    return [_parameter(name, field) for name, field in described(options).items()]
+    return [_parameter(name, field) for name, field in describe_fields(options).items()]
 
 
 def _parameter(name: str, field: Field) -> inspect.Parameter:
@@ -154,7 +154,7 @@ def _flag_type(name: str, field: Field) -> Any:
 
 def from_command_line(options: type[Chosen], given: Mapping[str, Any]) -> Chosen:
     """Returns the options of a command. Raises `ValueError` for text that cannot be parsed."""
-    return options(**{name: _value(given[name], field) for name, field in described(options).items()})
+    return options(**{name: _value(given[name], field) for name, field in describe_fields(options).items()})
 
 
 def _value(given: Any, field: Field) -> Any:
@@ -217,15 +217,15 @@ def _short(number: int) -> str:
     return str(number)
 
 
-def _joined(write: Callable[[Any], str]) -> Callable[[Sequence[Any] | None], str]:
+def _join(write: Callable[[Any], str]) -> Callable[[Sequence[Any] | None], str]:
     """Joins the values with commas; returns nothing for None, which lets the task choose."""
     return lambda values: ",".join(map(write, values or ()))
 
 
-NUMBERS = Spelling(numbers, _joined(_short))
-PERCENTAGES = Spelling(percentages, _joined(lambda share: f"{100 * share:g}"))
-INDICES = Spelling(indices, _joined(str))
-NAMES = Spelling(lambda text: text.split(","), _joined(str))
+NUMBERS = Spelling(numbers, _join(_short))
+PERCENTAGES = Spelling(percentages, _join(lambda share: f"{100 * share:g}"))
+INDICES = Spelling(indices, _join(str))
+NAMES = Spelling(lambda text: text.split(","), _join(str))
 NUMBER = Spelling(number, _short)
 NUMBER_OR_ALL = Spelling(number_or_all, lambda number: "all" if number is None else _short(number))
 

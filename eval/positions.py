@@ -29,7 +29,7 @@ def has_position_table(model: Any) -> bool:
     return any(known <= table.num_embeddings <= known + 2 for table in tables)  # OPT's has two more
 
 
-def exceeded(task: Any) -> dict[str, int]:
+def find_limits(task: Any) -> dict[str, int]:
     """Returns the number of positions of each model that reads longer texts in a task, by its name in the tables.
 
     Raises `ValueError` if a model's table of positions ends within a text.

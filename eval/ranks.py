@@ -47,7 +47,7 @@ class Ranks:
         """Accepts the measurement as the first process, and publishes the numbers of the items to measure."""
         self.store.set("accepted", json.dumps({"settings": _digest(settings), "pending": list(pending)}))
 
-    def accepted(self) -> dict[str, Any]:
+    def await_acceptance(self) -> dict[str, Any]:
         """Waits for what the first process publishes, and returns it; exits if the first process has ended."""
         try:
             return json.loads(self.store.get("accepted"))
@@ -56,7 +56,7 @@ class Ranks:
 
     def pending(self, settings: dict[str, Any]) -> list[int]:
         """Returns the items to measure. Raises `ValueError` if models or data differ from the first process's."""
-        accepted = self.accepted()
+        accepted = self.await_acceptance()
         if accepted["settings"] != _digest(settings):
             raise ValueError(
                 f"process {self.rank} on {socket.gethostname()} has other models or data than the first process: give "

@@ -109,7 +109,7 @@ def write_report(folder: Path, title: str = "condense") -> Path:
     paths = [path for kind in kinds for path in _files(folder, f"{kind}.json", skipped)]
     for path in paths + own_results(_files(folder, "*.records.jsonl", skipped), SHOWN_BY):
         try:
-            sections.append(_measured(path, folder, overview, skipped))
+            sections.append(_describe_result(path, folder, overview, skipped))
         except Exception as error:  # a different program's file can fail in any way
             skipped[str(path.relative_to(folder))] = _why(error)
     sections += _harness(folder, overview, skipped)
@@ -154,7 +154,7 @@ def _why(error: Exception) -> str:
     return said if type(error) is ValueError else f"{type(error).__name__}: {said}"
 
 
-def _measured(path: Path, folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
+def _describe_result(path: Path, folder: Path, overview: Overview, skipped: dict[str, str]) -> Section:
     """Returns the section of a result of this package, or of a custom evaluation."""
     kind, shown_by = path.stem, _shown_by(path.stem)
     if linked := [file for file in (path, path.with_suffix(".csv")) if file.is_symlink() and shown_by is None]:

@@ -99,7 +99,7 @@ def encode(key: Key, record: Record) -> str:
         return json.dumps({"key": dict(sorted(key.items())), "record": record}, allow_nan=False)
     except ValueError as error:
         raise ValueError(
-            f"the measurement of {_shown(key)} gave a value that is not finite: check the model's weights, or use "
+            f"the measurement of {_format_key(key)} gave a value that is not finite: check the model's weights, or use "
             "another dtype."
         ) from error
 
@@ -128,7 +128,7 @@ def without_added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]
     return found
 
 
-def _shown(key: Key) -> str:
+def _format_key(key: Key) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in key.items())
 
 

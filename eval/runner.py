@@ -17,7 +17,7 @@ from condense.hub.untrained import warn_if_untrained
 from condense.utils.progress import ProgressBar, stoppable
 
 from .overview import Figure
-from .positions import exceeded, positions_exceeded
+from .positions import find_limits, positions_exceeded
 from .ranks import Ranks, call_on_ranks, join
 from .results import Table, run_metadata, write_results
 from .results_store import Key, Record, ResultsStore, encode, open_results_store
@@ -114,7 +114,7 @@ def run(task: Task, output: Path, ranks: Ranks | None = None) -> Results:
     measures the same kind in this folder.
     """
     path, settings = output / task.kind, task.settings()
-    marked = exceeded(task)
+    marked = find_limits(task)
     with open_results_store(path.with_name(f"{task.kind}.records.jsonl"), settings) as store:
         with stoppable(lambda: f"{store.path} keeps {len(store.done):,} records"):
             measured = measure(task, store) if ranks is None else _measure_on_ranks(task, store, settings, ranks)
@@ -144,7 +144,7 @@ def run_on_ranks(make: Callable[[Any, Path], Task], kind: str, options: Any, out
         task = make(options, output)
         settings = task.settings()
     except (ValueError, OSError):
-        ranks.accepted()  # exits if the first process refuses too, so only one prints the error
+        ranks.await_acceptance()  # exits if the first process refuses too, so only one prints the error
         raise
     measure_share(task, ranks, ranks.pending(settings))
     return None

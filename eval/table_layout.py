@@ -40,7 +40,7 @@ def lines(head: Row, rows: Sequence[Row], width: int | None = None) -> list[str]
     plain, width = [max(map(len, column)) for column in columns], sys.maxsize if width is None else width
     for widths in (plain, *(_widths(columns, head_width) for head_width in (24, 16, HEAD_WIDTH, 8))):
         if _total(widths) <= width:
-            return _written(columns, widths, texts)
+            return _write_rows(columns, widths, texts)
     widths, found = _widths(columns, HEAD_WIDTH), list[str]()
     for numbers in _parts(widths, texts.index(True) + 1 if True in texts[:MOST_NAMES] else 1, width):
         part = [widths[number] for number in numbers]
@@ -48,7 +48,10 @@ def lines(head: Row, rows: Sequence[Row], width: int | None = None) -> list[str]
         wide = max(numbers, key=lambda number: texts[number] * widths[number])
         if excess > 0 and texts[wide]:
             part[numbers.index(wide)] = max(NARROWEST, widths[wide] - excess)
-        found += ["", *_written([columns[number] for number in numbers], part, [texts[number] for number in numbers])]
+        found += [
+            "",
+            *_write_rows([columns[number] for number in numbers], part, [texts[number] for number in numbers]),
+        ]
     return found[1:]
 
 
@@ -72,7 +75,7 @@ def _parts(widths: Sequence[int], num_names: int, width: int) -> list[list[int]]
     return parts
 
 
-def _written(columns: Sequence[Row], widths: Sequence[int], texts: Sequence[bool]) -> list[str]:
+def _write_rows(columns: Sequence[Row], widths: Sequence[int], texts: Sequence[bool]) -> list[str]:
     """Returns the lines of cells that are wrapped to these widths; those of the head stand at its bottom."""
     found = []
     for number, row in enumerate(zip(*columns, strict=True)):

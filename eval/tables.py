@@ -15,7 +15,7 @@ def select(records: Iterable[Record], **fields: Any) -> list[Record]:
     return [record for record in records if all(record[name] == value for name, value in fields.items())]
 
 
-def keyed(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], Record]:
+def key_by(records: Iterable[Record], *fields: str) -> dict[tuple[Any, ...], Record]:
     """Returns the records by the values of these fields."""
     return {tuple(record[name] for name in fields): record for record in records}
 

@@ -46,8 +46,8 @@ from condense.training.checkpoints.complete import CompleteCheckpoints, remove_i
 from condense.training.checkpoints.contents import contents
 from condense.training.checkpoints.resume import (
     changes,
+    describe_finished,
     find_checkpoint,
-    finished,
     former_stages,
     how_to_resume,
     make_universal,
@@ -64,7 +64,7 @@ from condense.training.gradient_order import GradientOrder
 from condense.training.output_folder import check_output
 from condense.training.output_lock import output_lock
 from condense.training.planning.checkpoint_groups import with_checkpoint_segments
-from condense.training.planning.operations import uncounted
+from condense.training.planning.operations import describe_uncounted
 from condense.training.preflight import check_run
 from condense.training.recipe import GeneratedData, Recipe, Stage, load_recipe
 from condense.training.recipe.models import CondenseModel
@@ -260,7 +260,7 @@ def begin_output(recipe: Recipe, checkpoint: Path | None, arguments: TrainingArg
         )
         if (other := other_order(checkpoint, recipe)) is not None:
             print(other, flush=True)
-    if torch.cuda.is_available() and (not_counted := uncounted(recipe)) is not None:
+    if torch.cuda.is_available() and (not_counted := describe_uncounted(recipe)) is not None:
         print(f"{not_counted}, so no MFU is logged", flush=True)
     remove_incomplete(recipe.output)
     (recipe.output / RECIPE).write_text(recipe.model_dump_json(indent=2), encoding="utf-8")
@@ -377,7 +377,7 @@ def main() -> None:
     by_deepspeed = arguments.local_rank >= 0
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        if (said := finished(recipe)) is None:
+        if (said := describe_finished(recipe)) is None:
             stop_on = [*PLEASE_SAVE.values()] if by_deepspeed else [*PLEASE_SAVE.values(), signal.SIGTERM]
             train(recipe, stop_on, arguments.checked)
         elif rank in (None, "0"):

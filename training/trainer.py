@@ -40,7 +40,7 @@ class SegmentLosses:
             targets_S = on_device(targets_S, losses_S.device)
         own_2S = torch.stack([losses_S.to(self.sums_2S), targets_S.to(self.sums_2S)])
         longest = max(self.sums_2S.shape[1], own_2S.shape[1])
-        self.sums_2S = _extended(self.sums_2S, longest) + _extended(own_2S, longest)
+        self.sums_2S = _extend(self.sums_2S, longest) + _extend(own_2S, longest)
 
     def over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns losses and targets [S], summed over ranks: a collective call."""
@@ -48,13 +48,13 @@ class SegmentLosses:
         if dist.is_initialized():
             longest = torch.tensor(sums_2S.shape[1], device=sums_2S.device)
             dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-            sums_2S = _extended(sums_2S, int(longest))
+            sums_2S = _extend(sums_2S, int(longest))
             dist.all_reduce(sums_2S)
         losses_S, targets_S = sums_2S.cpu()
         return losses_S, targets_S
 
 
-def _extended(sums_2S: torch.Tensor, longest: int) -> torch.Tensor:
+def _extend(sums_2S: torch.Tensor, longest: int) -> torch.Tensor:
     return pad(sums_2S, (0, longest - sums_2S.shape[1]))
 
 

@@ -46,13 +46,13 @@ class AttentionMask:
         """Returns a mask [T, K] or [R, 1, T, K], true for each key that a query sees."""
         key = num_queries, num_keys, device
         if self.lower_right:
-            return self._kept(key, partial(_causal, num_queries, num_keys, device))
-        return self._kept(key, partial(self._visible, num_queries, num_keys, device))
+            return self._get_or_make(key, partial(_causal, num_queries, num_keys, device))
+        return self._get_or_make(key, partial(self._visible, num_queries, num_keys, device))
 
     def additive(self, num_queries: int, num_keys: int, like: torch.Tensor) -> torch.Tensor:
         """Returns a bias [T, K] or [R, 1, T, K] on scores: log durations, and -inf at keys that are not seen."""
         make = partial(self._additive, num_queries, num_keys, like)
-        return self._kept((num_queries, num_keys, like.device, like.dtype), make)
+        return self._get_or_make((num_queries, num_keys, like.device, like.dtype), make)
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Small results for the chunk, computed for its first layer and kept for the others."""
@@ -60,7 +60,7 @@ class AttentionMask:
             self._own[key] = make()
         return self._own[key]
 
-    def _kept(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _get_or_make(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Returns one tensor for all layers and, if it depends only on the key, for all chunks of a call."""
         if self.shared is None:
             return make()

@@ -75,7 +75,7 @@ def convert(
     stock = to is not ModelFormat.condense
     share = None if memory_share is None else parse_share(memory_share)
     sink = {} if sink_token_id is None else {"sink_token_id": parse_sink(sink_token_id)}
-    fields = _given(to, sink, segment_length=segment_length, memory_source=memory_source, memory_share=share)
+    fields = _given_fields(to, sink, segment_length=segment_length, memory_source=memory_source, memory_share=share)
     quiet()
     blocks = BlockOptions(**block)
     check_measurable(measure, text, to=stock, merge=merge, depth=blocks.depth)
@@ -123,7 +123,7 @@ def convert(
         print("Its memory is untrained: `condense train heal` trains one (docs/healing.md).")
 
 
-def _given(to: ModelFormat, sink: dict[str, Any], **options: Any) -> dict[str, Any]:
+def _given_fields(to: ModelFormat, sink: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Returns the fields of the configuration that are given; the `sink` may be None. Raises `ValueError` for those of
     a stock model."""
     fields = {name: value for name, value in options.items() if value is not None} | sink

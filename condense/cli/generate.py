@@ -99,7 +99,7 @@ def generate(
     if report is not None:
         check_output_file(report)
     before = "" if prompt_file is None else read_text(prompt_file)
-    asked = _asked(before, prompt, prompts, prompt_field, answers, report)
+    asked = _read_prompts_after(before, prompt, prompts, prompt_field, answers, report)
     _check_states(load_state, save_state, chat, prompts)
     fields = {} if segment_length is None else {"segment_length": segment_length}
     components = None if control is None else _components(control, model)
@@ -125,7 +125,7 @@ def generate(
             _report_answer(answer(prompt, stream=True), report)
 
 
-def _asked(
+def _read_prompts_after(
     before: str, prompt: str, prompts: Path | None, prompt_field: str, answers: Path | None, report: Path | None
 ) -> list[Any]:
     """Returns the prompts that come after `before`. Raises `ValueError` for none, and for options that don't fit."""

@@ -128,7 +128,7 @@ def _check_no_plan_options(report: Path | None, gpu_memory: float | None, tokens
 
 def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     """Checks a run and launches its ranks, unless it is finished. If they were stopped, exits with their code."""
-    from condense.training.checkpoints.resume import finished, how_to_resume
+    from condense.training.checkpoints.resume import describe_finished, how_to_resume
     from condense.training.deepspeed_file import deepspeed_settings
     from condense.training.launch import how_ranks_ended, launch, load_local_recipe, num_ranks
     from condense.training.output_folder import check_output
@@ -139,7 +139,7 @@ def _run_recipe(recipe: str, overrides: list[str], ranks: int | None) -> None:
     quiet()
     resolved = load_local_recipe(recipe, overrides)
     check_unlocked(resolved.output)
-    if (said := finished(resolved)) is not None:
+    if (said := describe_finished(resolved)) is not None:
         print(said)
         return
     check_output(resolved.output)

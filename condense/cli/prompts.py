@@ -102,10 +102,10 @@ class AnswerFile:
         return len(lines)
 
     def append(self, prompt: Prompt, answer: dict[str, Any]) -> None:
-        record = self._described(prompt) | answer | {"settings": self.settings}
+        record = self._describe(prompt) | answer | {"settings": self.settings}
         append_line(self.path, json.dumps(record, ensure_ascii=False))
 
-    def _described(self, prompt: Prompt) -> dict[str, Any]:
+    def _describe(self, prompt: Prompt) -> dict[str, Any]:
         return {"line": prompt.line, "prompt": prompt.text}
 
     def _answers(self, line: bytes, prompt: Prompt) -> bool:
@@ -113,5 +113,5 @@ class AnswerFile:
             record = json.loads(line)
         except ValueError:
             return False
-        expected = self._described(prompt) | {"settings": self.settings}
+        expected = self._describe(prompt) | {"settings": self.settings}
         return isinstance(record, dict) and record == record | expected

@@ -24,7 +24,7 @@ from ..ops.kernels.rotary import RotaryTables, rotate
 from ..ops.kernels.swiglu import silu_product
 from ..ops.linear import linear
 from ..ops.products import stacked_products
-from ..ops.shared_weights import Begun, product_dtype, used, used_part
+from ..ops.shared_weights import Begun, product_dtype, use_weight, used_part
 from ..ops.transforms import join
 from ..segmentation import Chunk
 from ..state.memory import Memory
@@ -61,7 +61,7 @@ class Band(NamedTuple):
         """Returns the layers' weights as a stack [m, ...], for any use."""
         parameter = self.stack.parameters[name]
         if parameter.tensor_Mx is None:
-            return join([used(one)[None] for one in parameter.all[self.layers]])
+            return join([use_weight(one)[None] for one in parameter.all[self.layers]])
         return used_part(self.part(name), self.sums[name], self.layers) if name in self.sums else self.part(name)
 
     def rows(
@@ -108,7 +108,7 @@ def run_band(
     else:
         output_RTD = residual_RTD + update_RTD
     if writes and not (from_input or from_output):
-        source_RTD = detach_rows(_blended(shares, input_RTD, output_RTD), metadata.detach_R)
+        source_RTD = detach_rows(_blend(shares, input_RTD, output_RTD), metadata.detach_R)
         _, normed_RTD = _norm(band, "input_layernorm", source_RTD, before=KEY)
         written = _memory(band, normed_RTD, metadata)
     return output_RTD, written and written.with_sink(metadata.sink, metadata.chunk)
@@ -184,7 +184,7 @@ def _memory(band: Band, normed_RTD: torch.Tensor, metadata: BandMetadata) -> Mem
     return Memory(rotate(own[0], tables), _heads(band, value_RTx))
 
 
-def _blended(shares: Sequence[float], input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
+def _blend(shares: Sequence[float], input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
     """Returns what the layers remember; consecutive layers of equal shares are blended together."""
     num_rows = len(input_RTD) // len(shares)
     runs = [(share, len(list(run)) * num_rows) for share, run in groupby(shares)]

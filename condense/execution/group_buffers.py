@@ -120,11 +120,11 @@ class GroupBuffers:
         joint_OI, joint = side_by_side(totals, dim=0), [side_by_side(one, dim=1) for one in by_segment]
         if joint_OI is not None and all(one is not None for one in joint):
             totals, by_segment = [joint_OI], [[one] for one in joint]
-        input_nI = _joined(inputs)
+        input_nI = _join(inputs)
         for total_OI, of_outputs in zip(totals, zip(*by_segment, strict=True), strict=True):
-            add_product(total_OI, _joined(of_outputs).t(), input_nI)
+            add_product(total_OI, _join(of_outputs).t(), input_nI)
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     joined = side_by_side(parts, dim=0)
     return torch.cat(list(parts)) if joined is None else joined

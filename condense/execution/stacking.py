@@ -77,7 +77,7 @@ def check_stackable(layers: nn.ModuleList) -> None:
 
 
 def _check_alike(layers: nn.ModuleList) -> None:
-    alike = [_described(module) for module in layers[0].modules()]
+    alike = [_describe(module) for module in layers[0].modules()]
     parameters = [id(parameter) for layer in layers for parameter in layer.parameters()]
     if len(set(parameters)) < len(parameters):
         raise ValueError(f"layers share parameters, and a wavefront stacks the parameters of each: {REMEDY}.")
@@ -91,7 +91,7 @@ def _check_alike(layers: nn.ModuleList) -> None:
         ):
             where = f"layer {number} at {name or 'its top'!r}"
             _check_module(module, where)
-            if _described(module) != expected:
+            if _describe(module) != expected:
                 raise ValueError(
                     f"{where} has different settings from layer 0, but a wavefront runs them as one: {REMEDY}."
                 )
@@ -130,7 +130,7 @@ def _check_parameters(module: nn.Module, first: nn.Module, where: str) -> None:
             )
 
 
-def _described(module: nn.Module) -> tuple:
+def _describe(module: nn.Module) -> tuple:
     """A module's type, its parameters' names and its settings: numbers and names by value, others by identity."""
     own = VARYING_SETTINGS.get(type(module), ())
     public = ((name, value) for name, value in module.__dict__.items() if not name.startswith("_"))

@@ -37,7 +37,7 @@ def chat_text(tokenizer: Any, prompt: str) -> str:
 
     Raises `ValueError` for a template that fails or leaves out a part of the prompt; it may change case and spaces.
     """
-    text = _rendered(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+    text = _render(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
     if _letters(prompt) not in _letters(text):
         raise ValueError(f"the chat template leaves out the user's message, or a part of it: {REMEDY}")
     return text
@@ -71,12 +71,12 @@ def end_tokens(model: Any, tokenizer: Any, chat: bool = False) -> set[int]:
 def _end_of_turn(tokenizer: Any) -> int | None:
     """Returns the special token after the assistant's message; None if the template ends it with ordinary text."""
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MESSAGE}]
-    after = _rendered(tokenizer, turns, add_generation_prompt=False).rpartition(MESSAGE)[2]
+    after = _render(tokenizer, turns, add_generation_prompt=False).rpartition(MESSAGE)[2]
     first = plain_ids(tokenizer, after)[:1]
     return first[0] if first and first[0] in tokenizer.added_tokens_decoder else None
 
 
-def _rendered(tokenizer: Any, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
+def _render(tokenizer: Any, turns: list[dict[str, str]], add_generation_prompt: bool) -> str:
     try:
         return tokenizer.apply_chat_template(
             turns,

@@ -11,7 +11,7 @@ from ..durations import durations_for_generation, durations_of_columns
 from ..execution.static_decoding import check_static_step
 from ..hub.untrained import warn_if_untrained
 from ..state.cache import FoldedCache
-from ..state.cache_argument import CACHE, renamed, takes_past_key_values
+from ..state.cache_argument import CACHE, rename_cache, takes_past_key_values
 from ..state.recording import CROP_TOKENS
 from ..utils.notices import say_once
 
@@ -42,7 +42,7 @@ class OwnCacheGenerationMixin(NoContinuousBatching, GenerationMixin):
 
     def _prepare_generation_config(self, generation_config, **kwargs):
         """Extends transformers' method: cache settings that a checkpoint stores, not the user's, have no effect."""
-        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **renamed(kwargs))
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **rename_cache(kwargs))
 
         def is_stored(name: str) -> bool:
             stored = getattr(self.generation_config, name)  # pipelines pass a copy of these settings

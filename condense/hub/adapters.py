@@ -125,9 +125,9 @@ def merge_adapters(model: Any, folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of tied weights, which are untied here
         warnings.filterwarnings("error", message="Found missing adapter keys")
-        adapted = _adapted(model, folder)
+        adapted = _load_adapters(model, folder)
         _separate(adapted, own)
-        merged = _merged(adapted, folder)
+        merged = _merge(adapted, folder)
     with torch.no_grad():
         for parameter in merged.parameters():  # not the buffers: rotary tables stay in float32
             parameter.data = parameter.data.to(dtype)
@@ -141,7 +141,7 @@ def merge_adapters(model: Any, folder: Path) -> Any:
     return merged
 
 
-def _adapted(model: Any, folder: Path) -> Any:
+def _load_adapters(model: Any, folder: Path) -> Any:
     from peft import PeftModel
 
     remedy = _right_model(model, folder)
@@ -206,7 +206,7 @@ def _separate(adapted: nn.Module, own: set[nn.Parameter]) -> None:
                 seen.add(parameter)
 
 
-def _merged(adapted: Any, folder: Path) -> Any:
+def _merge(adapted: Any, folder: Path) -> Any:
     try:
         return adapted.merge_and_unload()
     except Exception as error:  # for methods that depend on the text, or that are more than weights

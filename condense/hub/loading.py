@@ -195,12 +195,12 @@ def check_loading_report(source: str | Path, report: Mapping[str, Collection], i
     """Raises `ValueError` if transformers' loading report names missing, unexpected or mismatched weights."""
     problems = []
     if missing := report["missing_keys"]:
-        problems.append(f"lacks {_listed(missing)}")
+        problems.append(f"lacks {_list(missing)}")
     if unexpected := report["unexpected_keys"]:
-        problems.append(f"holds {_listed(unexpected)}, which the model of its config.json does not have")
+        problems.append(f"holds {_list(unexpected)}, which the model of its config.json does not have")
     if (shapes := report["mismatched_keys"]) and not ignore_shapes:
         found = [f"{name} {list(there)}, but the model has {list(expected)}" for name, there, expected in shapes]
-        problems.append(f"holds {_listed(found)}")
+        problems.append(f"holds {_list(found)}")
     if problems:
         raise ValueError(
             f"model {str(source)!r} {'; and '.join(problems)}: its config.json and its weights belong to different "
@@ -252,7 +252,7 @@ def _check_weights(folder: Path) -> None:
         shards = read_object(folder / name).get("weight_map")
         names = set(map(str, shards.values())) if isinstance(shards, dict) else set()  # then transformers refuses it
     if absent := [file for file in names if not (folder / file).is_file()]:
-        raise ValueError(f"{folder} lacks {_listed(absent)}: copy the model's weights there.")
+        raise ValueError(f"{folder} lacks {_list(absent)}: copy the model's weights there.")
     for file in sorted(names):
         if file.endswith(".safetensors"):
             check_safetensors(folder / file)
@@ -326,6 +326,6 @@ def first_line(error: BaseException) -> str:
     return message if type(error) in (ValueError, OSError) else f"{type(error).__name__}: {message}"
 
 
-def _listed(names: Collection[str]) -> str:
+def _list(names: Collection[str]) -> str:
     first = sorted(names)[:NAMES_SHOWN]
     return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")

@@ -131,7 +131,7 @@ def sums_of(*weights: torch.Tensor, dtype: torch.dtype | None = None) -> SharedW
     return sums if plain and any(weight.requires_grad for weight in weights) else None
 
 
-def used(weight: torch.Tensor) -> torch.Tensor:
+def use_weight(weight: torch.Tensor) -> torch.Tensor:
     """Returns the weight, for a use whose gradient is summed."""
     sums = sums_of(weight)
     if sums is None or hasattr(weight, "ds_id"):  # a view of a weight that ZeRO-3 gathers would outlive it
@@ -161,7 +161,7 @@ def summed_linear(
 ) -> torch.Tensor:
     """Works as `F.linear`, in this dtype."""
     one, token = sums.begin([weight_OI])
-    bias_O = None if bias_O is None else used(bias_O).to(dtype)
+    bias_O = None if bias_O is None else use_weight(bias_O).to(dtype)
     return _Product.apply(input_xI.to(dtype), sums.cast(weight_OI, dtype), weight_OI, bias_O, token, one)
 
 

@@ -24,7 +24,7 @@ def takes_past_key_values(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def with_both(*arguments: Any, past_key_values: Any = None, **options: Any) -> Any:
         if past_key_values is not None:
-            options = renamed(options | {_OLD: past_key_values}, _NEW)
+            options = rename_cache(options | {_OLD: past_key_values}, _NEW)
         return method(*arguments, **options)
 
     *named, last = signature.parameters.values()
@@ -34,7 +34,7 @@ def takes_past_key_values(method: Callable[..., Any]) -> Callable[..., Any]:
     return with_both
 
 
-def renamed(arguments: dict[str, Any], name: str = CACHE) -> dict[str, Any]:
+def rename_cache(arguments: dict[str, Any], name: str = CACHE) -> dict[str, Any]:
     """Returns the arguments with the cache, if there is one, under `name` only. Raises `ValueError` for two caches."""
     rest = {key: value for key, value in arguments.items() if key not in CACHE_NAMES}
     given = [arguments[key] for key in CACHE_NAMES if arguments.get(key) is not None]

@@ -85,10 +85,10 @@ class FoldedCacheLayer(CacheLayerMixin):
     def roll(self, chunk: Chunk) -> None:
         """Starts the next segment of rows that complete one: their next memory becomes their memory."""
         if chunk.completed_rows and self.is_initialized:
-            self.keys = self._rolled(self.keys, self.next_keys, chunk)
-            self.values = self._rolled(self.values, self.next_values, chunk)
+            self.keys = self._roll(self.keys, self.next_keys, chunk)
+            self.values = self._roll(self.values, self.next_values, chunk)
 
-    def _rolled(self, buffer_BG2LE, next_BGLE, chunk: Chunk):
+    def _roll(self, buffer_BG2LE, next_BGLE, chunk: Chunk):
         rolled, rows = _writable(buffer_BG2LE), chunk.completed_rows
         completed = slice(None) if len(rows) == chunk.batch_size else rows
         by_evaluation = rolled.unflatten(1, (-1, next_BGLE.shape[1]))  # a view: all of them see the same memory

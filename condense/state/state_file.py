@@ -77,13 +77,13 @@ def read_state(path: str | Path, model: Any, made_for: dict[str, Any]) -> CacheS
     Raises `ValueError` for anything but a state of this model's weights, dtype and configuration.
     """
     decoder = model.get_decoder()
-    with _opened(path) as (file, described):
+    with _open(path) as (file, described):
         _check_model(path, described, made_for, decoder)
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         num_rows = (shapes.get("offsets") or (0,))[0]
         expected = _shapes(decoder, num_rows, any(name in shapes for name in TIMELINE))
         if (name := _first_difference(shapes, expected)) is not None:
-            raise _damaged(path, f"{name} has shape {shapes.get(name)} instead of {expected.get(name)}")
+            raise _damage_error(path, f"{name} has shape {shapes.get(name)} instead of {expected.get(name)}")
         tensors = {name: file.get_tensor(name).clone() for name in shapes}  # the file may be replaced
     _check_values(path, tensors, made_for["segment_length"])
     positions = SegmentPositions(num_rows, made_for["segment_length"])
@@ -112,7 +112,7 @@ def read_state(path: str | Path, model: Any, made_for: dict[str, Any]) -> CacheS
 
 def check_state(path: str | Path) -> None:
     """Raises `ValueError` for a file that isn't a state, whatever its model."""
-    with _opened(path):
+    with _open(path):
         pass
 
 
@@ -124,11 +124,11 @@ def check_new_state(path: Path) -> None:
 
 
 @contextmanager
-def _opened(path: str | Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _open(path: str | Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields an open file and its description. Raises `ValueError` for a file that isn't a state."""
     try:
         with safe_open(path, framework="pt") as file:
-            yield file, _described(path, file.metadata())
+            yield file, _describe(path, file.metadata())
     except (OSError, SafetensorError) as error:
         raise ValueError(
             f"{path} can't be read as a state ({error}): pass a file of save() or --save-state."
@@ -162,7 +162,7 @@ def _fields(made_for: dict[str, Any], decoder: Any) -> dict[str, Any]:
     return fields | {"dtype": _name(decoder.dtype), "weights": weights_fingerprint(decoder)}
 
 
-def _described(path: str | Path, metadata: dict[str, str] | None) -> dict[str, Any]:
+def _describe(path: str | Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     if not metadata or metadata.get("form") != FORM:
         raise ValueError(f"{path} is not a state of a folded model: pass a file of save() or --save-state.")
     try:
@@ -172,7 +172,7 @@ def _described(path: str | Path, metadata: dict[str, str] | None) -> dict[str, A
     except (LookupError, TypeError, ValueError, RecursionError):
         whole = False
     if not whole:
-        raise _damaged(path, "its description is not that of a state")
+        raise _damage_error(path, "its description is not that of a state")
     return described
 
 
@@ -197,10 +197,10 @@ def _check_values(path: str | Path, tensors: dict[str, torch.Tensor], segment_le
         if name == "offsets":
             fits = fits and len(tensor) > 0 and bool((tensor < segment_length).all())
         if not fits:
-            raise _damaged(path, f"{name} has another dtype or other values than in a state")
+            raise _damage_error(path, f"{name} has another dtype or other values than in a state")
 
 
-def _damaged(path: str | Path, reason: str) -> ValueError:
+def _damage_error(path: str | Path, reason: str) -> ValueError:
     return ValueError(f"{path} is damaged ({reason}): read the text again.")
 
 

@@ -109,7 +109,7 @@ def track(model: Any, ids_BN: torch.Tensor, with_optimizer: bool) -> dict[str, A
     tracker = MemTracker()
     tracker.track_external(model, ids_BN, *([optimizer] if optimizer else []))
     head = HeadWithLoss(model.get_output_embeddings())  # kept alive here: the tracker forgets deleted modules
-    with tracker, head.counted():
+    with tracker, head.count_losses():
         step()
     device = ids_BN.device
     return {
@@ -130,16 +130,16 @@ class HeadWithLoss(nn.Module):
         return loss(*arguments)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def count_losses(self) -> Iterator[None]:
         """Turns losses that are computed in blocks into calls of this module."""
         with ExitStack() as patches:
             for owner, name in ((LossAccumulator, "take_block"), (ChunkedLossLlama, "loss_in_blocks")):
-                call = partialmethod(_called, self, getattr(owner, name))
+                call = partialmethod(_call_through, self, getattr(owner, name))
                 patches.enter_context(mock.patch.object(owner, name, call))
             yield
 
 
-def _called(owner: Any, module: nn.Module, loss: Callable, *arguments: Any) -> Any:
+def _call_through(owner: Any, module: nn.Module, loss: Callable, *arguments: Any) -> Any:
     return module(loss, owner, *arguments)
 
 

@@ -154,7 +154,7 @@ def _training(model: Any, case: BenchmarkCase, repeats: int, peaks: Peaks) -> di
 
 def _prefill(model: Any, case: BenchmarkCase, repeats: int, peaks: Peaks) -> dict[str, Any]:
     call = prefill(model, random_ids(model, case.batch, case.length))
-    held = peaks.first(lambda: state_bytes(_checked(call())))
+    held = peaks.first(lambda: state_bytes(_check(call())))
     return summarize([seconds_of(call) for _ in range(repeats)]) | {"state_bytes": held}
 
 
@@ -164,7 +164,7 @@ def _decoding(model: Any, case: BenchmarkCase, repeats: int, peaks: Peaks) -> di
 
     def start() -> tuple[dict[str, Any], Callable[[], None]]:
         state, next_B1 = read_context(model, context_BN, TOKENS_PER_CALL)
-        step = decoding_step(model, _checked(state), next_B1)
+        step = decoding_step(model, _check(state), next_B1)
         for _ in range(WARM_UP_TOKENS):
             step()
         return state, step
@@ -174,7 +174,7 @@ def _decoding(model: Any, case: BenchmarkCase, repeats: int, peaks: Peaks) -> di
     return summarize(seconds) | {"state_bytes": state_bytes(state)}
 
 
-def _checked(state: dict[str, Any]) -> dict[str, Any]:
+def _check(state: dict[str, Any]) -> dict[str, Any]:
     if not state:
         raise NoStateError("returns no state")
     return state

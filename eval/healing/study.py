@@ -30,15 +30,15 @@ from condense.training.recipe.models import stock_class
 from condense.utils.notices import without_notices
 
 from ..charts import finish
-from ..intervals import band, shown
+from ..intervals import band, format_seeds
 from ..models import SETTINGS_OF_SOURCE, load_evaluated
-from ..options import stored
+from ..options import identify
 from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
 from ..study.study import Study
-from ..study.training import DTYPE, annealed, placed, study_recipe
+from ..study.training import DTYPE, anneal, place, study_recipe
 from ..tables import select
 from ..tasks.windows import paired_losses
 from ..texts import check_apart
@@ -97,7 +97,7 @@ class Healing(Study[Run]):
         files = [path for pattern in patterns for path in source_files(Source(files=pattern))]
         texts = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
         model = {name: described[name] for name in ("name", "parameters", "weights", SETTINGS_OF_SOURCE)}
-        found = stored(self.options) | {"model": model, "texts": texts, "dtype": DTYPE}
+        found = identify(self.options) | {"model": model, "texts": texts, "dtype": DTYPE}
         return found if self._sink is None else found | {"sink_token_id": self._sink}
 
     def items(self) -> list[Run]:
@@ -151,7 +151,7 @@ class Healing(Study[Run]):
             output=self.output / "runs" / item.folder,
             stage=(options.total_length, steps),
             batch=options.batch,
-            optimizer=annealed(options.lora_learning_rate if is_lora else options.learning_rate, steps),
+            optimizer=anneal(options.lora_learning_rate if is_lora else options.learning_rate, steps),
             lora={"rank": options.rank, "alpha": 2 * options.rank} if is_lora else None,
             evaluation=evaluation,
             seed=item.seed,
@@ -160,10 +160,10 @@ class Healing(Study[Run]):
     def measure(self, item: Run) -> Record:
         if item.method == TEACHER:
             config = self.recipe(item).model.load_config()
-            stock = placed(loading.load_model(stock_class(config), self.options.model, dtype=torch.float32))
+            stock = place(loading.load_model(stock_class(config), self.options.model, dtype=torch.float32))
             return {"curve": [{"step": 0, "loss": mean_loss(stock, self.held_out)}]}
         if not item.is_trained:
-            model = placed(self._folded(self.options.model, item, self._memory("0")))
+            model = place(self._load_folded(self.options.model, item, self._memory("0")))
             curve = [{"step": 0, "loss": mean_loss(model, self.held_out)}]
             return {"curve": curve, "memory": memory_worth(model, self.held_out, item.segment_length)}
         return super().measure(item)
@@ -171,14 +171,14 @@ class Healing(Study[Run]):
     def measure_trained(self, item: Run, recipe: Recipe) -> Record:
         if not item.segment_length:
             return {}
-        return {"memory": memory_worth(self._trained(item, recipe), self.held_out, item.segment_length)}
+        return {"memory": memory_worth(self._load_trained(item, recipe), self.held_out, item.segment_length)}
 
-    def _trained(self, item: Run, recipe: Recipe) -> Any:
+    def _load_trained(self, item: Run, recipe: Recipe) -> Any:
         source = self.options.model if item.method == "lora" else recipe.output
-        model = self._folded(source, item, self._memory(item.share))
-        return placed(merge_adapters(model, recipe.output) if item.method == "lora" else model)
+        model = self._load_folded(source, item, self._memory(item.share))
+        return place(merge_adapters(model, recipe.output) if item.method == "lora" else model)
 
-    def _folded(self, source: Any, item: Run, memory: dict[str, Any]) -> Any:
+    def _load_folded(self, source: Any, item: Run, memory: dict[str, Any]) -> Any:
         fields = {"dtype": torch.float32, "segment_length": item.segment_length, **memory}
         with without_notices():
             return loading.load_model(CondenseForCausalLM, source, **fields)
@@ -324,13 +324,13 @@ def _costs(results: Results) -> Table:
         for arm in _arms(results, length):
             runs = arm.runs
             # Before training, all seeds are the same model.
-            before, after = f"{runs[0]['losses'][0]:.4f}", shown([run["losses"][-1] for run in runs], 4)
+            before, after = f"{runs[0]['losses'][0]:.4f}", format_seeds([run["losses"][-1] for run in runs], 4)
             cost = f"{runs[0]['cost']:.4f}" if length else "-"
             row = [length or "-", arm.name, before, after if len(runs[0]["losses"]) > 1 else "-", cost]
             if runs[0].get("won_back"):
-                row += [shown([100 * run["won_back"][number] for run in runs], 1) for number in quarters]
+                row += [format_seeds([100 * run["won_back"][number] for run in runs], 1) for number in quarters]
                 reached = [run["tokens_to_bar"] for run in runs]
-                row.append("not reached" if None in reached else shown(reached, 0))
+                row.append("not reached" if None in reached else format_seeds(reached, 0))
             elif "won_back" in runs[0]:
                 row.append("folding costs nothing")
             rows.append(row + ["-"] * (len(columns) - len(row)))
@@ -344,9 +344,9 @@ def _memories(results: Results) -> Table:
     for length in _lengths(results):
         for arm in _arms(results, length):
             runs = arm.runs
-            losses = [shown([run["by_before"][number] for run in runs], 4) for number in (0, 1, -1)]
+            losses = [format_seeds([run["by_before"][number] for run in runs], 4) for number in (0, 1, -1)]
             worst = min(runs, key=lambda run: run["further_low"])
-            further = shown([run["further"] for run in runs], 4)
+            further = format_seeds([run["further"] for run in runs], 4)
             further_of_worst = f"{worst['further_low']:.4f} to {worst['further_high']:.4f}"
             most, number = len(runs[0]["by_before"]) - 1, runs[0]["segments"]
             rows.append([length, arm.name, *losses, most, further, further_of_worst, number])

@@ -30,8 +30,8 @@ from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Recipe, Source
 
 from ..charts import finish
-from ..intervals import band, shown
-from ..options import stored
+from ..intervals import band, format_seeds
+from ..options import identify
 from ..results import Table, picture
 from ..results_store import Record
 from ..runner import Results
@@ -39,10 +39,10 @@ from ..study.study import Study
 from ..study.training import (
     DTYPE,
     PAPERS_MEMORY,
-    annealed,
+    anneal,
     inputs_folder,
     make_once,
-    placed,
+    place,
     remove_checkpoints,
     study_recipe,
     train_alone,
@@ -87,7 +87,7 @@ class Memory(Study[Trained]):
 
     def settings(self) -> dict[str, Any]:
         fingerprint = hashlib.sha256("\0".join("".join(texts) for texts in self.texts).encode()).hexdigest()
-        return stored(self.options) | {"texts": fingerprint, "dtype": DTYPE}
+        return identify(self.options) | {"texts": fingerprint, "dtype": DTYPE}
 
     def items(self) -> list[Trained]:
         return [Trained(memory, seed) for seed in range(self.options.seeds) for memory in self.options.compared]
@@ -97,7 +97,7 @@ class Memory(Study[Trained]):
         return super().measure(item)
 
     def measure_trained(self, item: Trained, recipe: Recipe) -> Record:
-        model = placed(AutoModelForCausalLM.from_pretrained(recipe.output))
+        model = place(AutoModelForCausalLM.from_pretrained(recipe.output))
         losses_nSL = self.losses(model, 1 if item.memory == "no_memory" else self.options.segments_before + 1)
         return {
             "parameters": model.num_parameters(),
@@ -231,7 +231,7 @@ class Memory(Study[Trained]):
             output=self.output / "models" / name,
             stage=(length, steps),
             batch=batch,
-            optimizer=annealed(options.learning_rate, steps, weight_decay=0.1),
+            optimizer=anneal(options.learning_rate, steps, weight_decay=0.1),
             evaluation={
                 "every": max(1, steps // 8), "sequences": self.validation_texts * texts,
                 "sources": [{"files": files} for files in options.held_out],
@@ -284,9 +284,11 @@ class Memory(Study[Trained]):
         for memory in results["memories"]:
             models = select(results["models"], memory=memory)
             curves = [model["loss_by_segments_before"] for model in models]
-            cells = [shown([curve[at] for curve in curves], 4) if at < len(curves[0]) else "-" for at in shown_at]
+            cells = [
+                format_seeds([curve[at] for curve in curves], 4) if at < len(curves[0]) else "-" for at in shown_at
+            ]
             more = [model["against_folded"] or [None, None] for model in models]
-            against = [shown([values[which] for values in more], 4) for which in (0, 1)]
+            against = [format_seeds([values[which] for values in more], 4) for which in (0, 1)]
             rows.append([label(memory), f"{models[0]['parameters']:,}", *cells, *against])
         counted = results["models"][0]["segments_measured"]
         return [Table(f"loss of the same {counted:,} segments by the segments before [nats a token]", columns, rows)]

@@ -63,13 +63,13 @@ def study_recipe(
     return Recipe.model_validate(common | fields)
 
 
-def annealed(learning_rate: float, steps: int, **more: Any) -> dict[str, Any]:
+def anneal(learning_rate: float, steps: int, **more: Any) -> dict[str, Any]:
     """Returns a recipe's optimizer; the learning rate rises over 1/16 of the steps and falls to 1/100."""
     schedule = {"final_learning_rate": learning_rate / 100, "warmup_steps": max(1, steps // 16)}
     return {"learning_rate": learning_rate, **schedule, **more}
 
 
-def placed(model: Any) -> Any:
+def place(model: Any) -> Any:
     """Returns the model to be measured, on the device."""
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 

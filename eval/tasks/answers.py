@@ -41,7 +41,7 @@ from .evaluation import (
     left_out_table,
     shown_name,
 )
-from .grids import pooled
+from .grids import pool
 from .options import AnswersOptions
 
 # Scripts without spaces between words. Both kana use the marks of length and voicing, which belong to neither script.
@@ -202,12 +202,12 @@ def how_right(answer: str, expected: Sequence[str], match: str) -> bool | float:
 def _mean(shares: Sequence[bool | float]) -> dict[str, Any]:
     """Returns the mean of right answers with its interval; `correct` counts them if each is right or wrong."""
     if set(shares) <= {0, 1}:
-        return pooled([{"correct": int(sum(shares)), "total": len(shares)}])
+        return pool([{"correct": int(sum(shares)), "total": len(shares)}])
     low, high = bootstrap(shares)
     return {"total": len(shares), "accuracy": fmean(shares), "low": low, "high": high}
 
 
-def _written(number: int | float) -> str:
+def _format_number(number: int | float) -> str:
     """Formats a number as text; columns with gaps hold whole numbers as floats."""
     return json.dumps(int(number) if isinstance(number, float) and number.is_integer() else number)
 
@@ -265,7 +265,7 @@ def _question(where: str, fields: Any, options: AnswersOptions) -> Question | Pr
         return Problem(where, "wrong type", what)
     if any(isinstance(one, float) and not math.isfinite(one) for one in answers):
         return Problem(where, "missing field", f"{options.answer_field!r} is not a finite number")
-    texts = [one if isinstance(one, str) else _written(one) for one in answers]
+    texts = [one if isinstance(one, str) else _format_number(one) for one in answers]
     try:
         "".join([prompt, *texts]).encode("utf-8")
     except UnicodeEncodeError as error:  # half of a surrogate pair

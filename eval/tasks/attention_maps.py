@@ -26,7 +26,7 @@ from ..models import EvaluatedModel
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from ..tables import keyed, select, table
+from ..tables import key_by, select, table
 from .attention_scores import mass, queries_and_keys, scaled_map, scores
 from .corpus import NAMES, find_source
 from .evaluation import Evaluation, shown_name
@@ -213,7 +213,7 @@ def draw_maps(results: Results, path: Path) -> None:
     stands before them."""
     rows = [(model, segment) for model in results["models"] for segment in results["segments"]]
     columns = list(dict.fromkeys((one["layer"], one["head"]) for one in results["maps"]))
-    by_panel = keyed(results["maps"], "model", "segment", "layer", "head")
+    by_panel = key_by(results["maps"], "model", "segment", "layer", "head")
     size = (0.6 + 4.1 * len(columns), 0.4 + 2.4 * len(rows))
     with picture(path, rows=len(rows), columns=len(columns), figsize=size, squeeze=False) as panels:
         for (model, segment), row in zip(rows, panels, strict=True):

@@ -17,7 +17,7 @@ from condense.hub.loading import load_config, load_tokenizer
 
 from ..models import EvaluatedModel, generate, load_models, split_name
 from ..options import Options as BaseOptions
-from ..options import stored
+from ..options import identify
 from ..overview import Figure, remark_of
 from ..results import Table, some_table
 from ..runner import Results, Task
@@ -50,7 +50,7 @@ class Evaluation(Task[Item]):
         return load_models(options.models, options.dtype, options.attention, options.device_map)
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {"models": [model.describe() for model in self.models]}
+        return identify(self.options) | {"models": [model.describe() for model in self.models]}
 
 
 def complete(

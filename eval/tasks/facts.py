@@ -21,9 +21,9 @@ from ..results import Table, remove_picture
 from ..results_store import Record
 from ..runner import Results
 from ..statistics import wilson
-from ..tables import keyed, pivot, select
+from ..tables import key_by, pivot, select
 from .evaluation import complete, kibibytes, naming_length, shown_name, state_unit, with_interval
-from .grids import Batch, Grid, pooled
+from .grids import Batch, Grid, pool
 from .options import FactsOptions
 
 GUESSED = "unguessed_correct", "unguessed_total", "others_said", "others_total"  # of a record, see `Facts`
@@ -100,7 +100,7 @@ class Facts(Grid):
             cell: dict[str, Any] = dict(key)
             other = others[cell["kind"]]
             if count["others_total"] and count["unguessed_total"] and other is not None:
-                share, low, high = tracked(**count, other=other)
+                share, low, high = estimate_tracked(**count, other=other)
                 shares.append(cell | dict(count) | {"accuracy": share, "low": low, "high": high})
         return super().summarise(measured) | {
             "kinds": list(self.options.kinds),
@@ -125,13 +125,13 @@ class Facts(Grid):
         for name in (model["name"] for model in results["models"]):
             shown, cells = shown_name(name, results), select(results["cells"], model=name)
             title, head = f"{shown}: % of right answers (95 % interval)", ["kind", "the last such word"]
-            right = pivot(title, head, keyed(cells, "kind", "length"), kinds, lengths, with_interval)
+            right = pivot(title, head, key_by(cells, "kind", "length"), kinds, lengths, with_interval)
             every = [select(cells, length=length) for length in lengths]
             mean = f"{100 * fmean(guesses.values()):.1f}"
-            right.rows.append(["all", mean, *(with_interval(pooled(column)) for column in every)])
+            right.rows.append(["all", mean, *(with_interval(pool(column)) for column in every)])
             right.rows.append([f"state [{state_unit(results, name)}]", "-", *map(kibibytes, every)])
             tables.append(right)
-            if shares := keyed(select(results.get("tracked", []), model=name), "kind", "length"):
+            if shares := key_by(select(results.get("tracked", []), model=name), "kind", "length"):
                 title = f"{shown}: % of texts whose facts are tracked (95 % interval)"
                 rows = {kind: names[:1] for kind, names in kinds.items()}
                 tables.append(pivot(title, ["kind"], shares, rows, lengths, with_interval))
@@ -148,7 +148,7 @@ class Facts(Grid):
             cls._heat_maps(shares, of_tracked, "% of texts whose facts are tracked")
 
 
-def tracked(
+def estimate_tracked(
     *, others_said: int, others_total: int, unguessed_correct: int, unguessed_total: int, other: float
 ) -> tuple[float, float, float]:
     """Returns the share of texts in which a model knows who did what, with a 95 % interval.

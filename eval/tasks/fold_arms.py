@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from condense.memory_share import parse_share
 
 from .variants import variant, variant_config
-from .window_attention import WINDOW_SINKS, windowed
+from .window_attention import WINDOW_SINKS, attend_to_window
 from .windows import head_losses
 
 FULL, NONE, WINDOW = "full", "none", "window"
@@ -53,7 +53,7 @@ def arm_losses(
     if memory == NONE:
         hidden_ND = _alone(stock, ids_N[:-1], segment_length, sink)
     elif memory == WINDOW:
-        with windowed(stock, 2 * segment_length, 0 if sink is None else min(WINDOW_SINKS, segment_length)):
+        with attend_to_window(stock, 2 * segment_length, 0 if sink is None else min(WINDOW_SINKS, segment_length)):
             hidden_ND = _read(stock, ids_N[:-1])
     elif memory == FULL:
         hidden_ND = _read(stock, ids_N[:-1])

@@ -23,34 +23,34 @@ LIMIT = 0.1  # of the length of X, for the limited update
 PERCENTILE = 0.99  # of the absolute values of X
 
 
-def rescaled(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
+def rescale(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
     """Returns Y in the length of X."""
     return output_RTD * (input_RTD.norm(dim=-1, keepdim=True) / output_RTD.norm(dim=-1, keepdim=True))
 
 
-def limited(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
+def limit(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
     """Returns X + (Y - X), with Y - X shortened to at most a tenth of the length of X."""
     update_RTD = output_RTD - input_RTD
     ratio_RT1 = LIMIT * input_RTD.norm(dim=-1, keepdim=True) / update_RTD.norm(dim=-1, keepdim=True)
     return input_RTD + update_RTD * ratio_RT1.clamp(max=1)
 
 
-def centred(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
+def center(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
     """Returns Y, less the mean of Y - X over the segment's tokens."""
     return output_RTD - (output_RTD - input_RTD).mean(1, keepdim=True)
 
 
-def clipped(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
+def clip(input_RTD: torch.Tensor, output_RTD: torch.Tensor) -> torch.Tensor:
     """Returns Y, with each dimension clipped to the 99th percentile of its absolute values in X."""
     most_R1D = input_RTD.abs().quantile(PERCENTILE, dim=1, keepdim=True)
     return output_RTD.maximum(-most_R1D).minimum(most_R1D)
 
 
 REMEDIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "rescaled": rescaled,
-    "limited": limited,
-    "centred": centred,
-    "clipped": clipped,
+    "rescaled": rescale,
+    "limited": limit,
+    "centred": center,
+    "clipped": clip,
 }
 
 
@@ -83,7 +83,7 @@ class Traces:
         self._attention: dict[str, float] = {}
 
     @contextmanager
-    def noted(self, model: Any) -> Iterator[None]:
+    def note_readings(self, model: Any) -> Iterator[None]:
         """Notes what the model reads. Remedies come before: their results are noted."""
         with ExitStack() as stack:
             for number, layer in enumerate(model.model.layers):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..charts import finish
-from ..intervals import bracketed
+from ..intervals import format_interval
 from ..results import Table, groups_of, picture, set_log_scale
 from ..runner import Results
 from ..tables import select, table
@@ -66,7 +66,7 @@ def _costs(results: Results) -> Table:
         shown_model = evaluation.shown_name(model, results)
         found.append([shown_model, length, "full attention", "0", "", f"{costs[0]['stock_loss']:.4f}", "", ""])
         for (memory,), pair in groups_of(costs, "memory").items():
-            shown = [bracketed((one["cost"], one["low"], one["high"]), "+.3f") for one in pair]
+            shown = [format_interval((one["cost"], one["low"], one["high"]), "+.3f") for one in pair]
             losses = [f"{one['loss']:.4f}" for one in pair]
             sinks = " and ".join(("without", "with")[one["sink"]] for one in pair if diverges(one))
             verdict = sinks or (f"not within {pair[0]['read']:,}" if is_fold(pair[0]) else "")
@@ -95,7 +95,7 @@ def _choices(results: Results) -> Table:
     found = []
     for one in results["choices"]:
         sink = "none" if one["sink_token_id"] is None else one["sink_token_id"]
-        cost = bracketed((one["cost"], one["low"], one["high"]), "+.3f")
+        cost = format_interval((one["cost"], one["low"], one["high"]), "+.3f")
         found.append([one["model"], one["segment_length"], one["memory"], sink, cost, one["why"]])
     return Table(f"the choice. {RULE}", columns, found)
 

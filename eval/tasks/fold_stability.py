@@ -20,7 +20,7 @@ from ..models import EvaluatedModel
 from ..results import Table, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from ..tables import keyed, select
+from ..tables import key_by, select
 from .evaluation import Evaluation, data_of, shown_name
 from .fold_arms import check_arm, share_of
 from .fold_cost import find_sinks
@@ -101,7 +101,7 @@ class FoldStability(Evaluation[Arm]):
             if item.kind == "remedy":
                 stack.enter_context(remembering(model, item.value))
             if share:
-                stack.enter_context(traces.noted(model))
+                stack.enter_context(traces.note_readings(model))
             with torch.no_grad():
                 hidden_ND = model.model(ids_N[None, :-1], use_cache=False).last_hidden_state[0]
         losses_S = head_losses(model, hidden_ND, ids_N[1:]).view(-1, length).mean(1)
@@ -207,7 +207,7 @@ def check_models(models: Sequence[EvaluatedModel], options: FoldStabilityOptions
 
 def _layers(name: str, results: Results) -> Table:
     """Returns share 1's traces by layer: in segment 2, whose memory is the first, and in the last that is traced."""
-    traces = keyed(select(results["traces"], model=name, **PAPER_FOLD), "layer", "segment")
+    traces = key_by(select(results["traces"], model=name, **PAPER_FOLD), "layer", "segment")
     last = max(segment for _, segment in traces)
     columns = ["layer", "norm of its output for the sink", "for a text's tokens, segment 1", f"segment {last + 1}"]
     columns += [f"{what}, segment {number + 1}" for what in ("attention on memory", "alike") for number in (1, last)]

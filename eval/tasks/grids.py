@@ -14,7 +14,7 @@ from ..results import groups_of, picture, remove_picture, set_log_scale
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import wilson
-from ..tables import keyed, select
+from ..tables import key_by, select
 from .evaluation import Evaluation, dtype_of, figure_of, shown_name, state_unit
 from .window_model import WindowModel, with_window
 
@@ -106,7 +106,7 @@ class Grid(Evaluation[Batch]):
         """Returns the figures over all cells."""
         measure = f"{cls.kind}{cls.variant(results)}, {lengths_of(results['lengths'])} [% correct]"
         by_model = groups_of(results["cells"], "model")
-        return [figure_of(name, measure, pooled(cells), results) for (name,), cells in by_model.items()]
+        return [figure_of(name, measure, pool(cells), results) for (name,), cells in by_model.items()]
 
     def rows(self, results: Results) -> Sequence[dict[str, Any]]:
         return results["cells"]
@@ -140,7 +140,7 @@ class Grid(Evaluation[Batch]):
         dtypes = {model["name"]: dtype_of(model["name"], results) for model in results["models"]}
         for number, name in enumerate(dtypes):
             by_length = [select(results["cells"], model=name, length=length) for length in lengths]
-            shares = [pooled(of_length) for of_length in by_length]
+            shares = [pool(of_length) for of_length in by_length]
             mean, low, high = ([100 * share[field] for share in shares] for field in ("accuracy", "low", "high"))
             names_dtype = len(set(dtypes.values())) > 1 and dtypes[name] != "-"
             label = shown_name(name, results) + (f", {dtypes[name]}" if names_dtype else "")
@@ -169,7 +169,7 @@ class Grid(Evaluation[Batch]):
     def _heat_map(cls, axes: Any, name: str, results: Results, unit: str) -> None:
         lengths, trained = results["lengths"], results["longest_trained"][name]
         rows, columns = {row: cls.label(row) for row in results[f"{cls.row}s"]}, {n: f"{n:,}" for n in lengths}
-        heat_map(axes, keyed(select(results["cells"], model=name), cls.row, "length"), rows, columns, unit)
+        heat_map(axes, key_by(select(results["cells"], model=name), cls.row, "length"), rows, columns, unit)
         axes.set(xlabel="tokens", ylabel=cls.row_title)
         axes.set_title(shown_name(name, results), fontsize=10)
         if trained and trained < lengths[-1]:
@@ -188,7 +188,7 @@ def prompts_per_batch(model: EvaluatedModel, num_tokens: int) -> int:
     return min(rows_per_batch(model, num_tokens), max(1, PROMPT_TOKENS // num_tokens))
 
 
-def pooled(records: Sequence[Record]) -> dict[str, Any]:
+def pool(records: Sequence[Record]) -> dict[str, Any]:
     """Adds up the answers of several records or cells: `correct`, `total`, `accuracy`, and its bounds."""
     correct, total = (sum(record[field] for record in records) for field in ("correct", "total"))
     low, high = wilson(correct, total)
@@ -207,7 +207,7 @@ def count_cells(
     for cell, batches in groupby(measured, lambda pair: cell_of(*pair)):
         records = [record for _, record in batches]
         further = {name: records[0][name] for name in ("state_bytes", "positions_exceeded") if name in records[0]}
-        cells.append({**cell, **pooled(records), **further})
+        cells.append({**cell, **pool(records), **further})
     return cells
 
 

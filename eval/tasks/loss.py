@@ -17,7 +17,7 @@ import torch
 
 from ..charts import finish
 from ..decoding import max_positions
-from ..intervals import bracketed, interval
+from ..intervals import format_interval, interval
 from ..models import EvaluatedModel
 from ..overview import Figure, remark_of
 from ..results import Table, groups_of, picture
@@ -26,7 +26,7 @@ from ..runner import Results
 from ..tables import select, table
 from .evaluation import Evaluation, shown_name
 from .options import LossOptions
-from .window_attention import WINDOW_SINKS, windowed
+from .window_attention import WINDOW_SINKS, attend_to_window
 from .window_model import check_window, window_name
 from .windows import by_blocks, head_losses, parts_of, read_texts
 
@@ -114,7 +114,7 @@ class Loss(Evaluation[Reading]):
         ids_N = self.texts[item.source][-1 if item.text is None else item.text][: item.tokens].to(model.device)
         if item.way == WINDOW:
             assert self.options.window is not None
-            with windowed(model, self.options.window, WINDOW_SINKS):
+            with attend_to_window(model, self.options.window, WINDOW_SINKS):
                 loss_N = text_losses(model, ids_N)
         else:
             loss_N = text_losses(model, ids_N)
@@ -176,7 +176,7 @@ class Loss(Evaluation[Reading]):
         reference, number = results["models"][0]["name"], results["num_texts"]
         rows = []
         for cost in results["costs"]:
-            above = [_written(cost), *([_written(cost["above_window"])] if "above_window" in cost else [])]
+            above = [_format_cost(cost), *([_format_cost(cost["above_window"])] if "above_window" in cost else [])]
             rows.append([Path(cost["source"]).name, label_of(cost, results), f"{cost['loss']:.4f}", *above])
         columns = ["source", "model", "loss", f"above {reference}"]
         if results["window"] is not None:
@@ -216,8 +216,8 @@ def _above(own: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     return {"cost": cost, "low": low, "high": high, "by_text": by_text}
 
 
-def _written(above: dict[str, Any]) -> str:
-    return bracketed((above["cost"], above["low"], above["high"]), "+.4f") if any(above["by_text"]) else ""
+def _format_cost(above: dict[str, Any]) -> str:
+    return format_interval((above["cost"], above["low"], above["high"]), "+.4f") if any(above["by_text"]) else ""
 
 
 def _of_window(cost: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..results_store import Record
 from ..runner import Results
 from ..tables import select
 from .evaluation import complete, in_percent, kibibytes, naming_length, shown_name, state_unit
-from .grids import Batch, Grid, pooled
+from .grids import Batch, Grid, pool
 from .options import PasskeyOptions
 
 CHAT_TOKENS = 32  # for an answer in a chat, which is a sentence
@@ -90,7 +90,7 @@ class Passkey(Grid):
             columns.append(f"state [{state_unit(results, name)}]")
             for length, row in rows.items():
                 cells = select(results["cells"], model=name, length=length)
-                row += [*in_percent(pooled(cells)), kibibytes(cells)]
+                row += [*in_percent(pool(cells)), kibibytes(cells)]
         is_like = all(results.get(name) == value for name, value in paper.PASSKEY_SETTINGS.items())
         if is_like and any(length in paper.PASSKEY for length in rows):
             columns.append("paper: % correct")

@@ -35,7 +35,7 @@ from ..tables import select
 from .evaluation import Evaluation, data_of
 from .options import CURVES, PerplexityOptions
 from .variants import variant
-from .windows import Window, by_position, paired, plan_windows, read_texts, window_losses
+from .windows import Window, by_position, find_pairs, plan_windows, read_texts, window_losses
 
 LABELS = {
     "cut_off": "memory cut off",
@@ -130,7 +130,7 @@ class Perplexity(Evaluation[Batch]):
         loss_WSL = window_losses(model, self.texts[item.name], item.windows, num_segments, length)
         if not np.isfinite(loss_WSL).all():
             raise ValueError(f"{item.name}: losses are not finite; use another dtype or checkpoint.")
-        counted_WS1 = paired(item.windows, num_segments)[:, :, None]
+        counted_WS1 = find_pairs(item.windows, num_segments)[:, :, None]
         stateful = {} if reads_in_parts(model) else {"stateful": True}
         return {"losses": loss_WSL.mean(-1).tolist(), "sums": loss_WSL.sum(0, where=counted_WS1).tolist(), **stateful}
 
@@ -153,7 +153,7 @@ class Perplexity(Evaluation[Batch]):
         sums_SL = np.zeros((num_segments, self.lengths[name]))
         for record in records:
             sums_SL += record["sums"]
-        losses_nS = losses_WS.T[paired(self.windows[name], num_segments).T].reshape(num_segments, -1).T
+        losses_nS = losses_WS.T[find_pairs(self.windows[name], num_segments).T].reshape(num_segments, -1).T
         points, loss_SL = _points(losses_nS), (sums_SL / len(losses_nS)).tolist()
         about = {"model": name, "curve": curve, "segment_length": self.lengths[name]}
         about |= {"stateful": True} if records[0].get("stateful") else {}

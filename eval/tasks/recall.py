@@ -19,9 +19,9 @@ from ..overview import Figure, remark_of
 from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
-from ..tables import keyed, pivot, select
+from ..tables import key_by, pivot, select
 from .evaluation import Evaluation, complete, dtype_of, kibibytes, naming_length, shown_name, with_interval
-from .grids import LINE_STYLES, count_cells, pooled, prompts_per_batch
+from .grids import LINE_STYLES, count_cells, pool, prompts_per_batch
 from .options import RecallOptions
 
 RECALLED = 0.9  # the share of right answers that counts as recall
@@ -102,7 +102,7 @@ class Recall(Evaluation[Batch]):
         if segment_length := item.model.segment_length:
             last = (prompt_ids_BN.shape[1] - 1) // segment_length
             back = [last - at // segment_length for questions in drawn for at in questions.said_at]
-            record["by_segments"] = _counted(back, is_right)
+            record["by_segments"] = _count(back, is_right)
         return record
 
     def summarise(self, measured: Sequence[tuple[Batch, Record]]) -> dict[str, Any]:
@@ -127,7 +127,10 @@ class Recall(Evaluation[Batch]):
     def overview(cls, results: Results) -> list[Figure]:
         found = []
         for line in results["capacities"]:
-            name, measure = line["model"], f"recall, {line['form']}, {_shown(line['length'], ' tokens')} [pairs]"
+            name, measure = (
+                line["model"],
+                f"recall, {line['form']}, {_format_length(line['length'], ' tokens')} [pairs]",
+            )
             found.append(Figure(name, measure, line["pairs"], sign=line["bound"], remark=remark_of(name, results)))
         return found
 
@@ -145,13 +148,13 @@ class Recall(Evaluation[Batch]):
             size = "-" if memory is None else f"{' x '.join(map(str, memory))} = {math.prod(memory):,}"
             pairs, model = f"{line['bound']} {line['pairs']:.4g}".strip(), shown_name(line["model"], results)
             state = kibibytes([line]), dtype_of(line["model"], results)
-            rows.append([model, line["form"], _shown(line["length"]), pairs, *state, size])
+            rows.append([model, line["form"], _format_length(line["length"]), pairs, *state, size])
         tables = [Table(f"capacity: pairs of which {RECALLED:.0%} are recalled", columns, rows)]
-        by_pairs, lengths = {(n,): [n] for n in results["pairs"]}, {n: _shown(n) for n in results["lengths"]}
+        by_pairs, lengths = {(n,): [n] for n in results["pairs"]}, {n: _format_length(n) for n in results["lengths"]}
         for model, form in product(results["models"], results["forms"]):
             own = {"model": model["name"], "form": form}
             title = f"{shown_name(model['name'], results)}, {form}: % correct (95 % interval) by"
-            cells = keyed(select(results["cells"], **own), "pairs", "length")
+            cells = key_by(select(results["cells"], **own), "pairs", "length")
             tables.append(pivot(f"{title} tokens", ["pairs"], cells, by_pairs, lengths, with_interval))
             if results["memories"][model["name"]] is not None and "by_segments" in results:  # older results have none
                 tables.append(_segments_table(title, select(results["by_segments"], **own), results))
@@ -172,8 +175,10 @@ class Recall(Evaluation[Batch]):
         size = 2.4 + 0.62 * len(lengths), 1.7 + 0.36 * len(pairs)
         with side_by_side(path, len(models) * len(forms), *size) as panels:
             for axes, (model, form) in zip(panels, product(models, forms), strict=True):
-                cells = keyed(select(results["cells"], model=model["name"], form=form), "pairs", "length")
-                heat_map(axes, cells, {number: f"{number:,}" for number in pairs}, {n: _shown(n) for n in lengths})
+                cells = key_by(select(results["cells"], model=model["name"], form=form), "pairs", "length")
+                heat_map(
+                    axes, cells, {number: f"{number:,}" for number in pairs}, {n: _format_length(n) for n in lengths}
+                )
                 axes.set(xlabel="tokens", ylabel="pairs")
                 axes.set_title(f"{shown_name(model['name'], results)}, {form}", fontsize=10)
 
@@ -218,7 +223,7 @@ def _draw_capacities(axes: Any, results: Results, form: str, sizes: list[list[in
                 look = {"marker": MARKERS[line["bound"]], "markersize": 5 + nested}
                 axes.plot(at, line["pairs"], color=color, markerfacecolor="none" if style else color, **look)
         found = sorted(values)
-        label = f"{_shown(length)} tokens" + (f", {kind}" if len(kinds) > 1 else "")
+        label = f"{_format_length(length)} tokens" + (f", {kind}" if len(kinds) > 1 else "")
         look = {"linestyle": LINE_STYLES[style % len(LINE_STYLES)], "label": label}
         axes.plot(found, [np.mean(values[at]) for at in found], color=color, **look)
     for bound, label in BOUNDS.items():
@@ -238,7 +243,7 @@ def _memory(model: EvaluatedModel) -> list[int] | None:
     return [model.segment_length, model.config.hidden_size, model.config.num_hidden_layers]
 
 
-def _counted(back: Sequence[int], is_right: Sequence[bool]) -> list[list[int]]:
+def _count(back: Sequence[int], is_right: Sequence[bool]) -> list[list[int]]:
     """Returns lines of a number of segments, its right answers and all its answers."""
     right, total = Counter(segments for segments, right in zip(back, is_right, strict=True) if right), Counter(back)
     return [[segments, right[segments], total[segments]] for segments in sorted(total)]
@@ -256,17 +261,20 @@ def _by_segments(measured: Sequence[tuple[Batch, Record]]) -> list[dict[str, Any
         for segments, correct, total in record.get("by_segments", []):  # a stock model has none
             counted[*_cell(item).values(), *_range_of(segments)].append({"correct": correct, "total": total})
     fields = "model", "form", "length", "pairs", "nearest", "farthest"
-    return [dict(zip(fields, key, strict=True)) | pooled(records) for key, records in counted.items()]
+    return [dict(zip(fields, key, strict=True)) | pool(records) for key, records in counted.items()]
 
 
 def _segments_table(title: str, found: Sequence[dict[str, Any]], results: Results) -> Table:
     """Returns the accuracies by number of segments from the pair to the answer, of a model and form."""
     ranges = {one["nearest"]: one["farthest"] for one in sorted(found, key=lambda one: one["nearest"])}
     columns = {near: f"{near} to {far}" if near < far else str(near) for near, far in ranges.items()}
-    rows = {(length, pairs): [_shown(length), pairs] for length, pairs in product(results["lengths"], results["pairs"])}
+    rows = {
+        (length, pairs): [_format_length(length), pairs]
+        for length, pairs in product(results["lengths"], results["pairs"])
+    }
     title += " segments from the pair to the answer, 0: in the same one"
-    return pivot(title, ["tokens", "pairs"], keyed(found, "length", "pairs", "nearest"), rows, columns, with_interval)
+    return pivot(title, ["tokens", "pairs"], key_by(found, "length", "pairs", "nearest"), rows, columns, with_interval)
 
 
-def _shown(length: int, unit: str = "") -> str:
+def _format_length(length: int, unit: str = "") -> str:
     return f"{length:,}{unit}" if length else "no filler"

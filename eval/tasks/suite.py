@@ -21,7 +21,7 @@ from ..results import Table, groups_of, picture, some_table
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
-from ..tables import keyed, pivot, select
+from ..tables import key_by, pivot, select
 from .evaluation import Evaluation
 from .options import SuiteOptions
 
@@ -266,10 +266,10 @@ def _score(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _table(title: str, name: str, cells: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
     """Returns a table by model and `name`, and by length: the score and the number of prompts."""
     rows = {(model, one): (one, model) for model, one in groups_of(cells, "model", name)}
-    scored = keyed((cell for cell in cells if cell["prompts"]), "model", name, "length")
+    scored = key_by((cell for cell in cells if cell["prompts"]), "model", name, "length")
     columns = {length: f"{length:,}" for length in lengths}
-    return pivot(f"{title}: score of 100 (prompts), by tokens", [name, "model"], scored, rows, columns, _shown)
+    return pivot(f"{title}: score of 100 (prompts), by tokens", [name, "model"], scored, rows, columns, _format_score)
 
 
-def _shown(cell: dict[str, Any] | None) -> str:
+def _format_score(cell: dict[str, Any] | None) -> str:
     return f"{100 * cell['score']:.1f} ({cell['prompts']:,})" if cell else "-"

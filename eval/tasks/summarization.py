@@ -33,7 +33,7 @@ from ..results import Table, groups_of, picture
 from ..results_store import Key, Record
 from ..runner import Results
 from ..statistics import bootstrap
-from ..tables import keyed, select
+from ..tables import key_by, select
 from .corpus import Corpus, find_source, read_corpus
 from .evaluation import Evaluation, answer, left_out_table, shown_name
 from .options import SummarizationOptions
@@ -114,7 +114,7 @@ class Summarization(Evaluation[Batch]):
         for cell in select(results["cells"], bucket="overall"):
             for metric, title in METRICS.items() if cell["documents"] else ():
                 measure = f"summaries of {Path(results['data']).name}, {title} [F1]"
-                figures, remark = _bounded(cell, metric), remark_of(cell["model"], results)
+                figures, remark = _with_bounds(cell, metric), remark_of(cell["model"], results)
                 found.append(Figure(cell["model"], measure, *figures, digits=4, remark=remark))
         return found
 
@@ -148,7 +148,7 @@ class Summarization(Evaluation[Batch]):
     def draw(cls, results: Results, path: Path) -> None:
         """Draws a panel per metric: bars of all models side by side in each bucket, with their intervals."""
         names = [model["name"] for model in results["models"]]
-        cells = keyed(results["cells"], "model", "bucket")
+        cells = key_by(results["cells"], "model", "bucket")
         counts = [cells[names[0], bucket]["documents"] for bucket in BUCKETS]
         labels = [f"{bucket}\nn = {count:,}" for bucket, count in zip(BUCKETS, counts, strict=True)]
         with picture(path, 2, 2, figsize=(9, 6)) as panels:
@@ -222,12 +222,12 @@ def average(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return cells
 
 
-def _bounded(cell: dict[str, Any], metric: str) -> list[Any]:
+def _with_bounds(cell: dict[str, Any], metric: str) -> list[Any]:
     return [cell.get(f"{metric}{suffix}") for suffix in ("", "_low", "_high")]
 
 
 def _figure(cell: dict[str, Any], metric: str, with_interval: bool = True) -> str:
-    mean, low, high = _bounded(cell, metric)
+    mean, low, high = _with_bounds(cell, metric)
     if mean is None:  # an empty bucket, or results from before this metric
         return ""
     return f"{mean:.4f} ({low:.3f} to {high:.3f})" if with_interval and low is not None else f"{mean:.4f}"
@@ -245,7 +245,7 @@ def _draw_bars(axes: Any, metric: str, names: Sequence[str], cells: dict[tuple[s
     width = 0.8 / len(names)
     for turn, name in enumerate(names):
         x = np.arange(len(BUCKETS)) + (turn - (len(names) - 1) / 2) * width
-        figures = [_bounded(cells[name, bucket], metric) for bucket in BUCKETS]
+        figures = [_with_bounds(cells[name, bucket], metric) for bucket in BUCKETS]
         means, lows, highs = np.array(figures, dtype=float).T  # NaN in an empty bucket
         axes.bar(x, means, width, label=name, alpha=0.85)
         axes.vlines(x, lows, highs, color="black", linewidth=1)

@@ -24,7 +24,7 @@ WINDOW_SINKS = 4  # StreamingLLM's
 
 
 @contextmanager
-def windowed(model: Any, num_keys: int, num_sinks: int) -> Iterator[None]:
+def attend_to_window(model: Any, num_keys: int, num_sinks: int) -> Iterator[None]:
     """Makes all layers of a stock model attend to the last `num_keys` keys, the first `num_sinks` of a text among
     them. Each call must read whole texts without padding."""
     rotary = getattr(model, "rotary_emb", None) or model.model.rotary_emb

@@ -11,7 +11,7 @@ import torch
 from condense import CondenseConfig
 
 from ..models import EvaluatedModel
-from .window_attention import WINDOW_SINKS, windowed
+from .window_attention import WINDOW_SINKS, attend_to_window
 
 
 def window_name(name: str, window: int) -> str:
@@ -39,7 +39,7 @@ class WindowModel(EvaluatedModel):
         """Returns the likeliest tokens [B, new] after prompts, and the bytes of one prompt's window. Each token reads
         the text again."""
         rows, model = [], self.model
-        with windowed(model, self.window, WINDOW_SINKS):
+        with attend_to_window(model, self.window, WINDOW_SINKS):
             for ids_N in prompt_ids_BN.to(model.device):
                 for _ in range(new_tokens):
                     logits_V = model(ids_N[None], use_cache=False, logits_to_keep=1).logits[0, -1]

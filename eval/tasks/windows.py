@@ -70,7 +70,7 @@ def plan_windows(texts: Sequence[torch.Tensor], num_segments: int, segment_lengt
     return windows
 
 
-def paired(windows: Sequence[Window], num_segments: int) -> np.ndarray:
+def find_pairs(windows: Sequence[Window], num_segments: int) -> np.ndarray:
     """Returns [W, S], true for segments that have windows with every number of segments before them.
 
     Windows are in the order of the segments in each column, so the true entries of two columns are pairs.
@@ -90,7 +90,7 @@ def paired_losses(
     at_once = max(1, TOKENS_AT_ONCE // (num_segments * segment_length))
     batches = [windows[first : first + at_once] for first in range(0, len(windows), at_once)]
     loss_WSL = np.concatenate([window_losses(model, texts, one, num_segments, segment_length) for one in batches])
-    counted_WS = paired(windows, num_segments)
+    counted_WS = find_pairs(windows, num_segments)
     loss_nSL = np.stack([loss_WSL[counted_WS[:, column], column] for column in range(num_segments)], axis=1)
     # The windows of the first column begin at the predicted segments.
     text_W = np.array([window.text for window in windows])

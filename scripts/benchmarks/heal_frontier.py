@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from condense.eval.intervals import bracketed, interval
+from condense.eval.intervals import format_interval, interval
 from condense.eval.results import Table, groups_of, picture
 from condense.eval.tasks.loss import WINDOW
 
@@ -59,7 +59,7 @@ def table(sources: list[Source]) -> Table:
         for run, checkpoints in runs.items():
             for tokens, one in checkpoints:
                 other = first.get(tokens)
-                pairs = "" if other in (None, one) else bracketed(interval(_differences(one, other)), "+.4f")
+                pairs = "" if other in (None, one) else format_interval(interval(_differences(one, other)), "+.4f")
                 rows.append([name, run, f"{tokens:,}", _cost(one), _cost(one["above_window"]), pairs])
         rows.append([name, "window", "", _cost(window), "", ""])
     reference = next(iter(sources[0].runs))
@@ -72,7 +72,7 @@ def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[float]:
 
 
 def _cost(one: dict[str, Any]) -> str:
-    return bracketed((one[name] for name in ("cost", "low", "high")), "+.4f")
+    return format_interval((one[name] for name in ("cost", "low", "high")), "+.4f")
 
 
 def draw(sources: list[Source], path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from condense.eval.intervals import shown
+from condense.eval.intervals import format_seeds
 from condense.eval.results import Table, picture
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"  # of a checkout
@@ -70,8 +70,9 @@ def frontier() -> tuple[Table, list[tuple[str, float, float]]]:
         interval = f"{100 * float(far['low']):.0f} to {100 * float(far['high']):.0f}"
         rows.append(
             [
-                name, f"{before:.4f}", shown(left, 4), f"{100 * (1 - before / fold):.1f}", shown(won_back, 1),
-                shown(further, 4), f"{100 * float(near['accuracy']):.0f}", f"{accuracy:.0f}", interval,
+                name, f"{before:.4f}", format_seeds(left, 4), f"{100 * (1 - before / fold):.1f}",
+                format_seeds(won_back, 1), format_seeds(further, 4), f"{100 * float(near['accuracy']):.0f}",
+                f"{accuracy:.0f}", interval,
             ]
         )  # fmt: skip
         points.append((name, sum(won_back) / len(won_back), accuracy))
@@ -92,8 +93,8 @@ def segment_lengths() -> Table:
             runs = found[share, length]
             before = runs[0]["curve"][0]["loss"] - stock
             left = [record["curve"][-1]["loss"] - stock for record in runs]
-            cells = [f"{100 * (1 - before / fold):.1f}", shown([100 * (1 - value / fold) for value in left], 1)]
-            rows.append([str(length), share, f"{before:.4f}", shown(left, 4), *cells, str(len(runs))])
+            cells = [f"{100 * (1 - before / fold):.1f}", format_seeds([100 * (1 - value / fold) for value in left], 1)]
+            rows.append([str(length), share, f"{before:.4f}", format_seeds(left, 4), *cells, str(len(runs))])
     columns = [
         "segment [tokens]", "share", "cost before training [nats]", "left after", "won back before [%]", "after [%]",
         "seeds",

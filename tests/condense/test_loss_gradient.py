@@ -183,7 +183,7 @@ def test_gradients_in_bfloat16_are_rounded_once(kind):
     third, more, tenth = torch.tensor(1 / 3), torch.tensor(2.7), torch.tensor(0.1).double()
     for given, factor in ((gradient, third), (gradient.T, more), (gradient.double(), tenth)):
         exact = (given.double() * factor.double()).to(given.dtype)
-        assert torch.equal(loss_gradient._scaled(given, factor, given.dtype), exact)
+        assert torch.equal(loss_gradient._scale(given, factor, given.dtype), exact)
 
 
 def test_without_targets_gradients_are_zero():

@@ -20,11 +20,11 @@ from condense.eval.options import (
     PERCENTAGES,
     Option,
     Options,
-    described,
+    describe_fields,
+    identify,
     number,
     numbers,
     percentages,
-    stored,
 )
 from condense.eval.tasks import options as of_tasks
 from condense.eval.tasks.options import PasskeyOptions
@@ -89,7 +89,7 @@ def test_ranges_hold_in_python_too(tmp_path):
 
 
 def test_options_that_may_change_are_not_stored():
-    assert stored(Example(models=("a",), layers=(1,))) == {
+    assert identify(Example(models=("a",), layers=(1,))) == {
         "models": ["a"], "layers": [1], "policy": "refuse", "num_rows": 4, "share": 0.5, "file": None, "timed": False,
     }  # fmt: skip
 
@@ -109,7 +109,7 @@ def parameters_of(name):
 def test_each_flag_is_a_field_and_each_field_a_flag(name):
     """The command that users call, as click sees it, against the constructor that Python calls."""
     flags = {one.name: one for one in parameters_of(name) if one.name not in ("output", "name")}
-    fields = described(COMMANDS[name])
+    fields = describe_fields(COMMANDS[name])
     assert list(flags) == list(fields)
     for field, (_, option, default) in fields.items():
         flag = flags[field]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from condense.eval.tables import keyed, pivot, select, table
+from condense.eval.tables import key_by, pivot, select, table
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +26,7 @@ def test_columns_are_the_keys_in_the_order_in_which_they_appear():
 
 def test_a_pivot_has_the_asked_rows_and_columns():
     """Its order is theirs, and a place without a record is shown too."""
-    cells, rows = keyed(select(RECORDS, model="a"), "kind", "length"), {("what",): ["What?"], ("who",): ["Who?"]}
+    cells, rows = key_by(select(RECORDS, model="a"), "kind", "length"), {("what",): ["What?"], ("who",): ["Who?"]}
     made = pivot("t", ["kind"], cells, rows, {2048: "2,048", 512: "512"}, lambda one: one["right"] if one else "-")
     assert made.columns == ["kind", "2,048", "512"]
     assert made.rows == [["What?", 4, "-"], ["Who?", "-", 3]]

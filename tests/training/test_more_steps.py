@@ -10,7 +10,7 @@ import torch
 import condense.cli.main
 from condense import CondenseForCausalLM
 from condense.training import train
-from condense.training.checkpoints.resume import find_checkpoint, finished
+from condense.training.checkpoints.resume import describe_finished, find_checkpoint
 from condense.training.recipe import load_recipe
 
 from .runs import fails, folded_recipe, log_lines, logged, plain_training, run, same_weights
@@ -139,20 +139,20 @@ def test_a_finished_run_says_so_and_starts_no_ranks(recipe, whole, monkeypatch, 
     assert f"all of its 7 steps are done, and the model is in {whole}" in printed
     assert f"from {whole}/checkpoint-7 with the optimizer's state, give more steps, such as steps=14" in printed
     for overrides in (["steps=8"], [f"output={tmp_path}"]):  # the controls
-        assert finished(load_recipe(recipe, [f"output={whole}", "steps=7", *overrides])) is None
+        assert describe_finished(load_recipe(recipe, [f"output={whole}", "steps=7", *overrides])) is None
 
 
 def test_a_finished_run_without_its_model_is_not_finished(recipe, tmp_path):
     """It was killed after its last checkpoint: the ranks start, and write the model."""
     given = load_recipe(recipe, [f"output={tmp_path}"])
     train.train(given)
-    assert finished(given) is not None
+    assert describe_finished(given) is not None
     (tmp_path / "model.safetensors").unlink()
-    assert finished(given) is None
+    assert describe_finished(given) is None
     (tmp_path / ".run.lock").write_text("{}")
-    assert finished(given) is None
+    assert describe_finished(given) is None
     train.train(given)
-    assert finished(given) is not None and (tmp_path / "model.safetensors").exists()
+    assert describe_finished(given) is not None and (tmp_path / "model.safetensors").exists()
 
 
 def test_ranks_of_the_launcher_say_it_once(recipe, whole, tmp_path):

@@ -58,7 +58,7 @@ def _check_adapters(checkpoint: Path) -> None:
         )
 
 
-def finished(recipe: Recipe) -> str | None:
+def describe_finished(recipe: Recipe) -> str | None:
     """Says where a finished run's model is and how to continue; None if the run has steps left."""
     checkpoint = newest_checkpoint(recipe.output)
     if checkpoint is None or not was_finished(recipe.output) or not any(recipe.output.glob("*.safetensors")):

@@ -47,7 +47,7 @@ def _source_name(source: Source) -> str:
     return next((part for part in parts if part and not set(part) & set("*?[/")), "files")
 
 
-def _collated(examples: Examples, numbers: Sequence[int], total_length: int, equal_lengths: bool, **options: bool):
+def _collate(examples: Examples, numbers: Sequence[int], total_length: int, equal_lengths: bool, **options: bool):
     rows = [row for number in numbers for row in examples.sequence(number, total_length)]
     return collate(rows, extend_to=total_length if equal_lengths else 0, **options)
 
@@ -67,7 +67,7 @@ class StageBatches(Dataset):
         first = (index - before * self.per_step) * self.recipe.micro_batch
         numbers = range(first, first + self.recipe.micro_batch)
         with_places = self.recipe.objective.needs_places
-        batch = _collated(self.examples, numbers, total_length, self.equal_lengths, with_places=with_places)
+        batch = _collate(self.examples, numbers, total_length, self.equal_lengths, with_places=with_places)
         return batch | {"name": f"sequences {numbers[0]} to {numbers[-1]} of length {total_length}"}
 
     def _stage_at(self, step: int) -> tuple[int, int]:
@@ -116,4 +116,4 @@ class ValidationBatches(Dataset):
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return _collated(self.examples, self.numbers[index], self.total_length, self.equal_lengths)
+        return _collate(self.examples, self.numbers[index], self.total_length, self.equal_lengths)

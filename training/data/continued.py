@@ -47,7 +47,7 @@ class Lot(NamedTuple):
     is_enough: bool = True  # False if the source has no more
 
 
-def continued(of: Callable[[int, int], DocumentExamples], first: int, lots: Sequence[Lot]) -> DocumentExamples:
+def continue_run(of: Callable[[int, int], DocumentExamples], first: int, lots: Sequence[Lot]) -> DocumentExamples:
     """Returns the sequences of a run that has had the steps of each lot, one after another.
 
     `of(first, last)` makes the examples of the documents `first` to `last` - 1. Raises `ValueError` if the further

@@ -9,7 +9,7 @@ import numpy as np
 from ..recipe import DocumentData, Recipe, Source, Stage, SummarizationData, TextData
 from .answers import AnswerExamples, question_encoder
 from .batches import evaluated_sources
-from .continued import DocumentExamples, Lot, continued, plans, sequences_asked
+from .continued import DocumentExamples, Lot, continue_run, plans, sequences_asked
 from .preparation import is_prepared, prepare
 from .store import ALL, Encode, Need, Store, folder_of
 from .summarization import summary_encoder
@@ -129,7 +129,7 @@ class DocumentTask:
                 f"evaluation.sequences={self.num_held_out}, and its documents make only "
                 f"{held_out.num_sequences(self.longest)} of {self.longest} tokens: ask for fewer, or name more."
             )
-        training = continued(lambda first, last: self._of(store, first, last, self.recipe.seed), first, lots)
+        training = continue_run(lambda first, last: self._of(store, first, last, self.recipe.seed), first, lots)
         return DocumentsRead(training, held_out, self._of(store, first, max(lot.last for lot in lots), None))
 
     def _held_out(self) -> tuple[int, StoredExamples | None, int]:

@@ -110,13 +110,13 @@ def collate(examples: Sequence[Example], extend_to: int = 0, with_places: bool =
     longest = max(int(lengths_B.max()), extend_to)
     lengths_B[lengths_B.argmax()] = longest
 
-    def padded(rows: list[np.ndarray], value: int) -> torch.Tensor:
+    def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:
         rows_BN = pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True, padding_value=value)
         return torch.nn.functional.pad(rows_BN.long(), (0, longest - rows_BN.shape[1]), value=value)
 
     batch = {
-        "input_ids": padded([example.input_ids for example in examples], 0),
-        "labels": padded([example.labels for example in examples], IGNORE_INDEX),
+        "input_ids": pad([example.input_ids for example in examples], 0),
+        "labels": pad([example.labels for example in examples], IGNORE_INDEX),
     }
     if with_places:
         batch["places"] = torch.tensor([example.place for example in examples])

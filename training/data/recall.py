@@ -115,7 +115,7 @@ class RecallTask(GeneratedTask):
         key, answer = self.keys[0], self.words[: values if form == "multi_value" else 1]
         question = self._encode(QUESTIONS[form].format(key=key))
         self.stop = np.array(self._encode("."))  # after an answer, before the next question
-        self.answer_length = len(self._encode(_spaced(answer)))
+        self.answer_length = len(self._encode(_space(answer)))
         self.question_length = len(question) + self.answer_length + len(self.stop)
         self.frame_length = len(self.preamble) + len(question) + self.answer_length
         self.brief_saves = len(question) - len(self._encode(ASKED.format(key=key)))  # predictable tokens of a question
@@ -223,7 +223,7 @@ class RecallTask(GeneratedTask):
             question = np.array(self._encode(QUESTIONS[self.form].format(key=keys[asked])))
             surprise = len(self._encode(ASKED.format(key=keys[asked])))
             words = values[asked] if self.form == "multi_value" else values[asked][-1:]
-            answer = np.array(self._encode(_spaced(words)))
+            answer = np.array(self._encode(_space(words)))
             pieces.append((question[:surprise], RANDOM))
             if not brief:
                 pieces.append((question[surprise:], tail))
@@ -256,7 +256,7 @@ class RecallTask(GeneratedTask):
         return pieces
 
 
-def _spaced(words: list[str]) -> str:
+def _space(words: list[str]) -> str:
     return "".join(f" {word}" for word in words)
 
 

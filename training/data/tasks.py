@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from ..recipe import DigitsData, DocumentData, GeneratedData, Recipe, SampleData, Stage
-from .continued import Lot, continued, plans, sequences_asked
+from .continued import Lot, continue_run, plans, sequences_asked
 from .digits import DigitExamples, split
 from .document_task import DocumentTask
 from .examples import Examples
@@ -50,7 +50,7 @@ def sampled_examples(
     parts = plans(recipe, former)
     lasts, num_held_out = [part.num_samples() for part in parts], recipe.num_held_out
     store = sample_store(data, recipe.model.source, tokenizer, recipe.longest_text(), max(lasts))
-    training = continued(
+    training = continue_run(
         lambda first, last: TextExamples(store, first, last, "cut", recipe.seed),
         num_held_out,
         [Lot(sequences_asked(part), last) for part, last in zip(parts, lasts, strict=True)],

@@ -64,7 +64,7 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # a number that the host reads, or True
-        selected = _selected(*args) if function is torch.ops.aten.index.Tensor else None
+        selected = _select(*args) if function is torch.ops.aten.index.Tensor else None
         result = function(*args, **(kwargs or {})) if selected is None else selected
         for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
@@ -101,7 +101,7 @@ def on_device(sizes: Mapping[str, int]) -> int:
     return sum(sizes.values()) - sizes.get(HOST, 0)
 
 
-def _selected(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
+def _select(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> torch.Tensor | None:
     """Selects by a mask on the meta device, whose values nobody knows: all that it could select."""
     mask = indices[0] if len(indices) == 1 else None
     if mask is None or mask.dtype != torch.bool or not mask.is_meta:

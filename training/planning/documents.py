@@ -14,7 +14,7 @@ def planned_documents(recipe: Recipe, config: Any) -> tuple[list[dict[str, Any]]
     """Returns a row of figures for each source of documents, and lines about them; nothing for other tasks."""
     if not isinstance(recipe.data, DocumentData):
         return [], []
-    rows = [_unprepared(source) for source in recipe.data.sources]
+    rows = [_describe_unprepared(source) for source in recipe.data.sources]
     unprepared = rows, _unprepared_in_words(rows, recipe.data.max_documents)
     if any("error" in row for row in rows):
         return unprepared
@@ -30,7 +30,7 @@ def planned_documents(recipe: Recipe, config: Any) -> tuple[list[dict[str, Any]]
     return [one._asdict() for one in documents.reading(found)], documents.description(found)
 
 
-def _unprepared(source: Source) -> dict[str, Any]:
+def _describe_unprepared(source: Source) -> dict[str, Any]:
     if source.files is None:
         return {"source": source.label}
     try:

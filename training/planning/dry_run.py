@@ -20,7 +20,7 @@ from .checkpoint_groups import with_checkpoint_segments
 from .documents import planned_documents
 from .fit import GIB, NODE, UNCOUNTED, default_ranks, propose, reasons_without_waves
 from .memory import estimate
-from .operations import count_operations, uncounted
+from .operations import count_operations, describe_uncounted
 from .speed import hours, parse_rate
 
 
@@ -82,7 +82,7 @@ def dry_run(
         assert isinstance(groups.model, CondenseModel)
         figures["checkpoint_segments"] = groups.model.checkpoint_segments
         lines.append(f"gradient checkpointing by groups of {groups.model.checkpoint_segments} segments")
-    if (not_counted := uncounted(recipe)) is not None:
+    if (not_counted := describe_uncounted(recipe)) is not None:
         figures["uncounted"] = not_counted
         lines.append(not_counted)
     if recipe.model.has_segments:

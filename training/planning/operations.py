@@ -43,7 +43,7 @@ def count_operations(config: LlamaConfig, recipe: Recipe, ranks: int) -> dict[st
     }
 
 
-def uncounted(recipe: Recipe) -> str | None:
+def describe_uncounted(recipe: Recipe) -> str | None:
     """Says what the numbers of a run leave out; None for next tokens."""
     if isinstance(recipe.objective, NextToken):
         return None

@@ -100,11 +100,11 @@ def _known_or_measured(config: LlamaConfig, recipe: Recipe, a_pass: Pass, *setti
     given = config.to_json_string(use_diff=False), recipe.model_dump_json(include=fields)
     key = json.dumps([*given, a_pass.rows, a_pass.segments, *settings])
     if key not in _known:
-        _known[key] = _measured(config, recipe, a_pass, *settings)
+        _known[key] = _measure(config, recipe, a_pass, *settings)
     return _known[key]
 
 
-def _measured(
+def _measure(
     config: LlamaConfig,
     recipe: Recipe,
     a_pass: Pass,

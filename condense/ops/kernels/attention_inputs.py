@@ -78,15 +78,15 @@ class _Inputs(torch.autograd.Function):
         num_with = 0 if memory_key_RGME is None else len(memory_key_RGME)
         ctx.memory_width = memory_key_RGME.shape[2] if num_with else 0
         ctx.parts = [part for part in (slice(0, num_with), slice(num_with, num_rows)) if part.stop > part.start]
-        query_RHTE = None if query_RHTE is None else _rotated(query_RHTE, (cos_R1TE, sin_R1TE))
+        query_RHTE = None if query_RHTE is None else _rotate(query_RHTE, (cos_R1TE, sin_R1TE))
         outputs: list[torch.Tensor | None] = []
         for part in ctx.parts:
             outputs.append(query_RHTE if query_RHTE is None or len(ctx.parts) == 1 else query_RHTE[part])
             key, value, tables = key_RGTE[part], value_RGTE[part], _of_part((cos_R1TE, sin_R1TE), part)
             if part.start < num_with:
-                outputs += _extended((memory_key_RGME, memory_value_RGME), key, value, tables)
+                outputs += _extend((memory_key_RGME, memory_value_RGME), key, value, tables)
             else:
-                outputs += [_rotated(key, tables), value]
+                outputs += [_rotate(key, tables), value]
         return tuple(outputs)
 
     @staticmethod
@@ -98,11 +98,11 @@ class _Inputs(torch.autograd.Function):
             of_query, *of_both = triples[0]
             of_memory, of_own = zip(*(one.tensor_split([ctx.memory_width], dim=2) for one in of_both), strict=True)
             triples[0] = of_query, *of_own
-        write = _differentiable if torch.is_grad_enabled() else _written
+        write = _differentiable if torch.is_grad_enabled() else _new_views
         return *write(ctx, triples, ctx.saved_tensors), *of_memory, None, None, None
 
 
-def _rotated(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
+def _rotate(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     from .triton_rotary import rotate_into
 
     output_RHTE = torch.empty_like(tensor_RHTE, memory_format=torch.contiguous_format)
@@ -110,7 +110,7 @@ def _rotated(tensor_RHTE: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     return output_RHTE
 
 
-def _extended(
+def _extend(
     memory: KeysAndValues, key_RGTE: torch.Tensor, value_RGTE: torch.Tensor, tables: RotaryTables
 ) -> KeysAndValues:
     from .triton_attention_inputs import extend_into
@@ -136,7 +136,7 @@ def _differentiable(ctx, triples, tables: RotaryTables) -> list[torch.Tensor | N
     return [None if parts[0] is None else torch.cat(parts) for parts in zip(*columns, strict=True)]
 
 
-def _written(ctx, triples, tables: RotaryTables) -> list[torch.Tensor | None]:
+def _new_views(ctx, triples, tables: RotaryTables) -> list[torch.Tensor | None]:
     """Returns views of one tensor [m, n, O], which a kernel writes."""
     from .triton_attention_inputs import write_gradients
 

@@ -82,16 +82,16 @@ def is_one_operation(hidden_xD: torch.Tensor) -> bool:
 def plain_rms_norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Computes the norm with a Llama's roundings: all but the weight in float32, or in float64 for a float64 model."""
     if weight.dim() == 1:
-        return _normed(hidden_xD, weight, epsilon)
+        return _norm(hidden_xD, weight, epsilon)
     grouped_mxD = hidden_xD.unflatten(0, (len(weight), -1))
-    return _normed(grouped_mxD, _by_group(weight, grouped_mxD), epsilon).flatten(0, 1)
+    return _norm(grouped_mxD, _by_group(weight, grouped_mxD), epsilon).flatten(0, 1)
 
 
 def _by_group(weight_mD: torch.Tensor, grouped_mxD: torch.Tensor) -> torch.Tensor:
     return weight_mD.view(len(weight_mD), *[1] * (grouped_mxD.dim() - 2), -1)
 
 
-def _normed(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def _norm(hidden_xD: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     wide_xD = hidden_xD if hidden_xD.dtype == torch.float64 else hidden_xD.float()
     scale_x1 = torch.rsqrt(wide_xD.square().mean(-1, keepdim=True) + epsilon)
     return weight * (wide_xD * scale_x1).to(hidden_xD.dtype)

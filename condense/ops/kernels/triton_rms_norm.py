@@ -47,7 +47,7 @@ def add_norm(
 
 def _launch_forward(hidden, residual, total, weight, epsilon, shape, normed_mnD, adds):
     num_rows, width = hidden.shape
-    weight_mD = _grouped(weight)
+    weight_mD = _group(weight)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     normed_mnD = given_or_new(normed_mnD, num_rows, width, hidden.new_empty(0, dtype=dtype))
     scale_n = hidden.new_empty(num_rows, dtype=torch.float32)
@@ -87,7 +87,7 @@ def norm_gradients(
     """Returns the gradient of the norm's input, with `other_xD` added, and of the weight."""
     hidden, gradient = as_rows(input_xD), as_rows(gradient_xD)
     other_mnD = hidden[None] if other_xD is None else as_parts(other_xD)
-    weight_mD = _grouped(weight)
+    weight_mD = _group(weight)
     (num_rows, width), groups = hidden.shape, len(weight_mD)
     tile_rows, options = _tile(width)
     tiles = triton.cdiv(num_rows // groups, tile_rows)  # of a group
@@ -143,7 +143,7 @@ def _programs(tiles: int, groups: int) -> tuple[int, int]:
     return tiles_per_program, triton.cdiv(tiles, tiles_per_program)
 
 
-def _grouped(weight: torch.Tensor) -> torch.Tensor:
+def _group(weight: torch.Tensor) -> torch.Tensor:
     return with_unit_stride(weight[None] if weight.dim() == 1 else weight)
 
 

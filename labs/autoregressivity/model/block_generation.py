@@ -138,7 +138,7 @@ def _denoise(
     offset = cache.positions.offsets[0] if cache.positions.offsets else 0
     num_known = offset % model.config.block_length + 1
     start, width = offset + 1 - num_known, model.config.block_length + 1 - num_known
-    seen = _seen(model, cache, start)
+    seen = _visible_memories(model, cache, start)
     processors = model._get_logits_processor(
         generation_config=config, input_ids_seq_length=prompt_length, device=written_BN.device, model_kwargs={}
     )
@@ -166,7 +166,7 @@ def _denoise(
     return token_BT
 
 
-def _seen(model, cache: FoldedCache, start: int) -> list[Memory | None]:
+def _visible_memories(model, cache: FoldedCache, start: int) -> list[Memory | None]:
     """Returns what each layer sees of the cached text: its memory and the current segment up to a block's start."""
     length = model.config.segment_length
     first = 0 if cache.positions.segments and cache.positions.segments[0] else length

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from condense.eval.intervals import shown
+from condense.eval.intervals import format_seeds
 from condense.eval.results import Table, groups_of
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
@@ -105,7 +105,7 @@ def changes(pairs: Sequence[tuple[Record, Record]]) -> dict[str, list[float]]:
 
 
 def percent(changes: Sequence[float] | None) -> str:
-    return shown([100 * change for change in changes or ()], 1)
+    return format_seeds([100 * change for change in changes or ()], 1)
 
 
 def _at_equal_operations(value: dict[str, Any]) -> str:
@@ -121,14 +121,16 @@ def _cost_table(results: Results) -> Table:
     for model in MODELS:
         neutral = groups[model, "", 0]
         parameters = f"{neutral[0]['parameters']:,}"
-        rows.append([model, "unablated", "-", shown([c["loss"] for c in neutral]), 0, 0, "-", "1.00", parameters])
+        rows.append(
+            [model, "unablated", "-", format_seeds([c["loss"] for c in neutral]), 0, 0, "-", "1.00", parameters]
+        )
         for value in (value for value in results["values"] if value["model"] == model):
             cells = groups[model, value["variant"], value["level"]]
             losses = [c["curve"][-1][compared_loss(c["curve"])] for c in cells]
             rows.append(
-                [model, value["variant"] or "-", f"{value['level']:g}", shown(losses),
+                [model, value["variant"] or "-", f"{value['level']:g}", format_seeds(losses),
                  percent(value["change"]), _at_equal_operations(value), percent(value.get("change_of_head_1")),
-                 shown(value["operations"], 2), f"{cells[0]['parameters']:,}"]
+                 format_seeds(value["operations"], 2), f"{cells[0]['parameters']:,}"]
             )  # fmt: skip
     name = results["property"]
     title = f"{name.replace('_', ' ')}: {PROPERTIES[name]}"

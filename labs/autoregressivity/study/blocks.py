@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from condense.eval.intervals import interval, shown
+from condense.eval.intervals import format_seeds, interval
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
@@ -92,9 +92,13 @@ class Blocks(Experiment[Item]):
             gaps = [r["bound"]["mean"] - a["bound"]["mean"] for r, a in zip(records, autoregressive, strict=True)]
             error = max(record["bound"]["monte_carlo_error"] for record in records)
             bounds_rows.append(
-                [_name(block), shown([r["bound"]["mean"] for r in records], 4), f"{error:.4f}" if block else "exact",
-                 shown(gaps, 4)]
-            )  # fmt: skip
+                [
+                    _name(block),
+                    format_seeds([r["bound"]["mean"] for r in records], 4),
+                    f"{error:.4f}" if block else "exact",
+                    format_seeds(gaps, 4),
+                ]
+            )
             for qualities in _by_evaluations(records):
                 cells = means(qualities, QUALITY)
                 quality_rows.append([_name(block), f"{qualities[0]['evaluations']:.3g}", *cells])

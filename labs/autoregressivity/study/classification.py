@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from condense.eval.intervals import LOG, LOGIT, Scale, interval, shown
+from condense.eval.intervals import LOG, LOGIT, Scale, format_seeds, interval
 from condense.eval.results import Table, groups_of, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
 
 from .experiment import Experiment
 from .options import AblationOptions
-from .pictures import draw_curve, log_scale, scaled
+from .pictures import draw_curve, log_scale, scale
 from .walking_classifier import (
     SMALL,
     ClassifierSize,
@@ -93,10 +93,10 @@ class Classification(Experiment[Cell]):
                     "direct" if (classifier, steps) == (WALK, 1) else classifier,
                     steps,
                     _percent(cells, "accuracy"),
-                    shown([cell["loss"] for cell in cells], scale=LOG),
+                    format_seeds([cell["loss"] for cell in cells], scale=LOG),
                     _points(cells, direct) if is_walk or classifier == DEEP else "-",
                     _points(cells, groups[DEEP, steps]) if is_walk else "-",
-                    shown([100 * cell["accuracies"][0] for cell in cells], 1) if is_walk else "-",
+                    format_seeds([100 * cell["accuracies"][0] for cell in cells], 1) if is_walk else "-",
                     _percent(cells, "accuracy_other_images") if is_walk else "-",
                     f"{cells[0]['operations_per_step'] / direct[0]['operations_per_step']:.2f}",
                     f"{cells[0]['parameters']:,}",
@@ -136,12 +136,14 @@ def _groups(results: Results) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
 
 def _percent(cells: Sequence[dict[str, Any]], name: str) -> str:
     """Formats a mean share and its interval, which stays within 0 to 100 %."""
-    return shown([cell[name] for cell in cells], 1, LOGIT, unit=100)
+    return format_seeds([cell[name] for cell in cells], 1, LOGIT, unit=100)
 
 
 def _points(cells: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> str:
     """Formats the difference in accuracy, paired by seed."""
-    return shown([100 * (cell["accuracy"] - other["accuracy"]) for cell, other in zip(cells, others, strict=True)], 1)
+    return format_seeds(
+        [100 * (cell["accuracy"] - other["accuracy"]) for cell, other in zip(cells, others, strict=True)], 1
+    )
 
 
 def _draw_by_steps(panel: Any, groups: dict, name: str, scale: Scale, unit: float = 1) -> None:
@@ -157,4 +159,4 @@ def _draw_by_steps(panel: Any, groups: dict, name: str, scale: Scale, unit: floa
 
 
 def _draw_line(panel: Any, places: list[int], found: list, label: str, unit: float) -> None:
-    draw_curve(panel, places, scaled(found, unit), color=COLORS[label], label=label)
+    draw_curve(panel, places, scale(found, unit), color=COLORS[label], label=label)

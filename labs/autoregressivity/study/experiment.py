@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from condense.eval.intervals import shown
-from condense.eval.options import stored
+from condense.eval.intervals import format_seeds
+from condense.eval.options import identify
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
 from condense.eval.study import study
@@ -29,7 +29,7 @@ class Experiment(study.Experiment[Item]):
 
     def settings(self) -> dict[str, Any]:
         self.setup.make()
-        return stored(self.options) | self.setup.described_with_judge()
+        return identify(self.options) | self.setup.described_with_judge()
 
     def described(self, measured: Sequence[tuple[Item, Record]]) -> list[dict[str, Any]]:
         """Returns the records with the fields of their items."""
@@ -61,4 +61,4 @@ def figures(found: dict[str, float], names: Sequence[str]) -> list[str]:
 
 def means(qualities: Sequence[dict[str, float]], names: Sequence[str]) -> list[str]:
     """Returns the cells of several seeds: means with intervals."""
-    return [shown([quality[name] for quality in qualities], 0 if name == "evaluations" else 3) for name in names]
+    return [format_seeds([quality[name] for quality in qualities], 0 if name == "evaluations" else 3) for name in names]

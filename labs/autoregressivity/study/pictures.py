@@ -79,7 +79,7 @@ def draw_bounds(panel: Any, x: Sequence[float], found: Intervals, **style: Any) 
             panel.plot([at, at], [low, high], **style)
 
 
-def scaled(found: Intervals, unit: float) -> Intervals:
+def scale(found: Intervals, unit: float) -> Intervals:
     """Returns means and bounds in another unit."""
     return [(unit * mean, low and unit * low, high and unit * high) for mean, low, high in found]
 
@@ -93,7 +93,7 @@ def draw_summary(results: dict[str, Any], path: Path) -> None:
             names = [name for name in PROPERTIES if is_seen_by_loss(name, model)]
             places = [list(PROPERTIES).index(name) + (number - 1) * width for name in names]
             halved = [rows[name, model] for name in names]
-            found = scaled([(row["change"], row["low"], row["high"]) for row in halved], 100)
+            found = scale([(row["change"], row["low"], row["high"]) for row in halved], 100)
             panel.bar(places, [mean for mean, _, _ in found], width, color=COLORS[model], label=model)
             draw_bounds(panel, places, found, color="black", lw=0.8)
             for place, name in enumerate(PROPERTIES):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from condense.eval.intervals import LINEAR, LOG, LOGIT, Scale, interval, shown
-from condense.eval.options import stored
+from condense.eval.intervals import LINEAR, LOG, LOGIT, Scale, format_seeds, interval
+from condense.eval.options import identify
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Key, Record
 from condense.eval.runner import Results
@@ -75,7 +75,7 @@ class Sampling(Experiment[int]):
         self.evaluations = SMALL_EVALUATIONS if options.small else EVALUATIONS
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {"evaluations": list(self.evaluations), "size": asdict(self.setup.size)}
+        return identify(self.options) | {"evaluations": list(self.evaluations), "size": asdict(self.setup.size)}
 
     def items(self) -> Sequence[int]:
         return range(self.options.seeds)
@@ -89,9 +89,9 @@ class Sampling(Experiment[int]):
             model: Any = DenoiserModel.from_pretrained(output).eval()
             ways = [(sampler, evaluations) for sampler in SAMPLERS for evaluations in self.evaluations]
             with ProgressBar(ways, desc="sampling", unit="way", leave=False) as bar:
-                return {"samples": [self._sampled(model, sampler, evaluations, item) for sampler, evaluations in bar]}
+                return {"samples": [self._sample(model, sampler, evaluations, item) for sampler, evaluations in bar]}
 
-    def _sampled(self, model: Any, sampler: Sampler, evaluations: int, seed: int) -> dict[str, Any]:
+    def _sample(self, model: Any, sampler: Sampler, evaluations: int, seed: int) -> dict[str, Any]:
         """Samples in one way. All samplers begin with the same noise."""
         generator, number = torch.Generator().manual_seed(seed), self.setup.size.images
         steps, error = sampler.steps(evaluations), {}
@@ -154,13 +154,13 @@ def _row(results: Results, sampler: Sampler, evaluations: int) -> list[Any]:
 
     def over(other: Sampler) -> str:
         others = _values(results, other, evaluations, "frechet_distance")
-        return shown([one / two for one, two in zip(distances, others, strict=True)], 3, LOG)
+        return format_seeds([one / two for one, two in zip(distances, others, strict=True)], 3, LOG)
 
     control = next((one for one in CONTROLS if one.candidates == sampler.candidates), None)
     return [
         evaluations, sampler.label, sampler.steps(evaluations),
-        *(shown(_values(results, sampler, evaluations, name), 3, _scale(name)) for name in QUALITY),
+        *(format_seeds(_values(results, sampler, evaluations, name), 3, _scale(name)) for name in QUALITY),
         "-" if sampler == DDPM else over(DDPM),
         "-" if control is None or control == sampler else over(control),
-        shown(_values(results, sampler, evaluations, "error"), 4),
+        format_seeds(_values(results, sampler, evaluations, "error"), 4),
     ]  # fmt: skip

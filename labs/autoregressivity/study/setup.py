@@ -83,7 +83,7 @@ class Setup:
     def texts(self) -> tuple[str, str]:
         """Returns the text to train on and the text to validate with."""
         if self.options.small:
-            return _generated(0, 30), _generated(1, 8)
+            return _generate(0, 30), _generate(1, 8)
         if self.options.text is not None and self.options.held_out is not None:
             return read_text(self.options.text), read_text(self.options.held_out)
         return hub_text("train", OFFLINE), hub_text("test", OFFLINE)
@@ -265,6 +265,6 @@ def trained_folder(recipe: Recipe) -> Iterator[Path]:
     shutil.rmtree(recipe.output)
 
 
-def _generated(seed: int, documents: int) -> str:
+def _generate(seed: int, documents: int) -> str:
     random = Random(seed)
     return " ".join(story(random, 120)[0] for _ in range(documents))

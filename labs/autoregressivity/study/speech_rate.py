@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from condense import CondenseForCausalLM
-from condense.eval.intervals import interval, shown
-from condense.eval.options import stored
+from condense.eval.intervals import format_seeds, interval
+from condense.eval.options import identify
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Key, Record
 from condense.eval.runner import Results
@@ -67,7 +67,7 @@ class SpeechRates(Experiment[Item]):
 
     def settings(self) -> dict[str, Any]:
         self.setup.make()
-        return stored(self.options) | self.setup.described()
+        return identify(self.options) | self.setup.described()
 
     def items(self) -> Sequence[Item]:
         return [Item(speech, seed) for speech in SPEECHES for seed in range(self.options.seeds)]
@@ -77,7 +77,7 @@ class SpeechRates(Experiment[Item]):
 
     def measure(self, item: Item) -> Record:
         judge, windows_BN = self._judge(item.seed), self.setup.prompts
-        model, difficulty = self._trained(item, judge), Difficulty.load(str(judge))
+        model, difficulty = self._train(item, judge), Difficulty.load(str(judge))
         reads = SPEECHES if item.trained == EVEN else [item.trained, EVEN]
         losses = {read.label: self.loss(model, windows_BN, read, difficulty) for read in reads}
         prompt_length = self.setup.size.prompt_length
@@ -93,7 +93,7 @@ class SpeechRates(Experiment[Item]):
 
         return make_once(self.setup.inputs / f"judge-{seed}", write)
 
-    def _trained(self, item: Item, judge: Path) -> Any:
+    def _train(self, item: Item, judge: Path) -> Any:
         if item.trained == EVEN:
             return loading.load_model(CondenseForCausalLM, str(judge), dtype=torch.float32).eval()
         return self._train(item.trained, item.seed, judge)
@@ -139,7 +139,7 @@ class SpeechRates(Experiment[Item]):
             if control is not None:
                 against = _percent(results, (trained, read), (EVEN if trained == EVEN else control, control))
             change = "-" if trained == read == EVEN else _percent(results, (trained, read), (EVEN, EVEN))
-            losses = shown(_losses(results, trained, read), 4)
+            losses = format_seeds(_losses(results, trained, read), 4)
             rows.append([trained.label, read.label, losses, change, against])
         for speech in SPEECHES:
             found = [record["quality"] for record in results["records"] if record["trained"] == speech.label]
@@ -201,4 +201,4 @@ def _changes(results: Results, pair: tuple[Speech, Speech], other: tuple[Speech,
 
 
 def _percent(results: Results, pair: tuple[Speech, Speech], other: tuple[Speech, Speech]) -> str:
-    return shown(_changes(results, pair, other), 2)
+    return format_seeds(_changes(results, pair, other), 2)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from condense.eval.intervals import bracketed, interval
+from condense.eval.intervals import format_interval, interval
 from condense.eval.results import Table, run_metadata
 from condense.eval.runner import Results
 
@@ -63,7 +63,7 @@ def tables(results: Results) -> list[Table]:
     others = [
         [row["property"].replace("_", " "), row["model"], row["variant"] or "-", _change(row),
          f"{100 * row['change_at_equal_operations']:.1f}",
-         bracketed(row["frechet_difference"], ".3f") if "frechet_difference" in row else "-"]
+         format_interval(row["frechet_difference"], ".3f") if "frechet_difference" in row else "-"]
         for row in results["rows"]
     ]  # fmt: skip
     return [
@@ -91,7 +91,7 @@ def _rank(row: dict[str, Any]) -> str:
 
 
 def _change(row: dict[str, Any]) -> str:
-    return bracketed((row["change"], row["low"], row["high"]), ".1f", unit=100)
+    return format_interval((row["change"], row["low"], row["high"]), ".1f", unit=100)
 
 
 def _worst(main: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from condense.eval.intervals import interval, shown
+from condense.eval.intervals import format_seeds, interval
 from condense.eval.results import Table, groups_of, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
@@ -130,9 +130,9 @@ class SyntheticStates(Experiment[Cell]):
                 value["hidden_size"],
                 value["states"],
                 value["path"] if value["states"] else "-",
-                shown(value["loss"]),
+                format_seeds(value["loss"]),
                 *(percent(value[name]) for name in CHANGES),
-                shown(value["operations"], 2),
+                format_seeds(value["operations"], 2),
                 f"{value['parameters']:,}",
             ]
             for value in results["values"]

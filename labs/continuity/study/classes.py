@@ -38,7 +38,7 @@ def vocabulary(tokenizer: Any) -> list[str]:
 def first_digit_classes(tokenizer: Any) -> Classes:
     """Returns the tokens made of digits, by their first digit: a tokenizer may have one token for 37."""
     numbers = [(n, text) for n, text in enumerate(vocabulary(tokenizer)) if text.isascii() and text.isdecimal()]
-    return _known({digit: [n for n, text in numbers if text[0] == digit] for digit in DIGITS}, tokenizer)
+    return _check_tokens({digit: [n for n, text in numbers if text[0] == digit] for digit in DIGITS}, tokenizer)
 
 
 def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
@@ -47,7 +47,7 @@ def word_classes(tokenizer: Any, words: Sequence[str]) -> Classes:
     for n, text in enumerate(vocabulary(tokenizer)):
         tokens_of[text.lower()].append(n)
     found = {word: tokens_of.get(word) or tokens_of.get(_beginning(tokenizer, word), []) for word in words}
-    return _known(found, tokenizer)
+    return _check_tokens(found, tokenizer)
 
 
 def substring_classes(tokenizer: Any, parts: Mapping[str, Sequence[str]]) -> Classes:
@@ -62,7 +62,7 @@ def substring_classes(tokenizer: Any, parts: Mapping[str, Sequence[str]]) -> Cla
         name = None if "0x" in text else next(fitting, None)
         if name is not None:
             classes[name].append(token)
-    return _known(classes, tokenizer)
+    return _check_tokens(classes, tokenizer)
 
 
 def _beginning(tokenizer: Any, word: str) -> str | None:
@@ -73,7 +73,7 @@ def _beginning(tokenizer: Any, word: str) -> str | None:
     return names[known[0]].lower() if known else None
 
 
-def _known(classes: Classes, tokenizer: Any) -> Classes:
+def _check_tokens(classes: Classes, tokenizer: Any) -> Classes:
     """Returns the classes. Raises `NotValid` for a class without a token, and for classes that share a token."""
     if missing := [name for name, tokens in classes.items() if not tokens]:
         raise NotValid(f"the tokenizer has no token for {', '.join(missing)}")
@@ -112,9 +112,9 @@ def _visible(tokenizer: Any, token: int) -> str:
 
 def class_curves(probabilities_FV: torch.Tensor, classes: Classes) -> dict[str, list[float]]:
     """Returns the probability of each class at each factor."""
-    return {name: shortened(probabilities_FV[:, tokens].sum(1).tolist()) for name, tokens in classes.items()}
+    return {name: round_values(probabilities_FV[:, tokens].sum(1).tolist()) for name, tokens in classes.items()}
 
 
-def shortened(values: Iterable[float]) -> list[float]:
+def round_values(values: Iterable[float]) -> list[float]:
     """Rounds to six significant digits, so small probabilities keep their order."""
     return [float(f"{value:.6g}") for value in values]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from math import inf
 from typing import Any
 
-from condense.eval.intervals import bracketed, mean_and_interval
+from condense.eval.intervals import format_interval, mean_and_interval
 from condense.eval.results import Table, some_table
 from condense.eval.statistics import wilson
 
@@ -42,7 +42,7 @@ def with_other_labels(
     return pairs
 
 
-def compared(pairs: Mapping[str, Pairs]) -> dict[str, dict[str, Any]]:
+def compare(pairs: Mapping[str, Pairs]) -> dict[str, dict[str, Any]]:
     """Returns for each figure the means over records with their own labels (`own`) and with others' (`others`), their
     `difference` and the number of `records`. Intervals are t's, and Wilson's for shares of records."""
     return {
@@ -68,9 +68,9 @@ def _of_own(values: Sequence[float]) -> dict[str, Any]:
     return _with_interval(values, least=0)
 
 
-def shown(found: Mapping[str, Any]) -> str:
+def format_mean(found: Mapping[str, Any]) -> str:
     """Formats a mean with its interval; a dash if there is none."""
-    return "-" if found["mean"] is None else bracketed((found["mean"], found["low"], found["high"]), ".3f")
+    return "-" if found["mean"] is None else format_interval((found["mean"], found["low"], found["high"]), ".3f")
 
 
 def does_the_task(control: Mapping[str, Any]) -> bool:
@@ -99,7 +99,7 @@ def control_table(models: Mapping[str, Mapping[str, Any]], silent: Set[str]) -> 
     """Returns a line for each model and figure; `silent` are the models that don't answer. No table if no summary has a
     control: earlier versions had none."""
     rows = [
-        [name, figure, found["records"], *(shown(found[part]) for part in ("own", "others", "difference")),
+        [name, figure, found["records"], *(format_mean(found[part]) for part in ("own", "others", "difference")),
          verdict(figure, summary["control"], name not in silent)]
         for name, summary in models.items()
         for figure, found in summary.get("control", {}).items()

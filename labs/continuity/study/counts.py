@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from condense.eval.results import Table
 
 from .aggregation import SET, figure, if_answering, in_set, mass, mass_column, mean, percent, ratio, valid, with_global
-from .control import RIGHT, compared, with_other_labels
+from .control import RIGHT, compare, with_other_labels
 from .data import load
 from .engine import Record
 from .items import DURATIONS, EVENT_DURATIONS, Item
@@ -76,7 +76,7 @@ class _Counts(Probe):
         allowed = {f"allowed_{rule}": sum(record["allowed_by"][rule] for record in posed) for rule in RULES}
         figures = {"records": len(posed), **peak_figures(valid(posed)), **allowed, "proportion_error": mean(errors)}
         pairs = with_other_labels(valid(posed), lambda record: record["repetitions"], _scores)
-        return figures | {"control": compared(pairs)}
+        return figures | {"control": compare(pairs)}
 
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:

@@ -13,7 +13,7 @@ from condense.utils.text import template_tokens
 from .. import ContinuousLM, Sentence, interpolate
 from ..model.adapter import OutsideTable
 from ..model.spans import containing_span, encode_with_offsets, span_between
-from .classes import class_curves, likely_tokens, shortened, watched_classes
+from .classes import class_curves, likely_tokens, round_values, watched_classes
 from .items import Item, NotValid, Watched
 from .options import Rule
 
@@ -114,7 +114,7 @@ class Reader(NamedTuple):
         - `top`: the probability of the unchanged sentence's likeliest token.
         - `left_out`, `because`: factors with a position outside the table of learned positions, and the first reason.
         """
-        return checked(item, lambda: self.curves_of(item), self.rules_that_allow(item))
+        return check_item(item, lambda: self.curves_of(item), self.rules_that_allow(item))
 
     def _readable(self, item: Item) -> tuple[dict[float, Sentence], Record]:
         """Returns the sentences within the model's positions by factor, and what is left out.
@@ -133,7 +133,7 @@ class Reader(NamedTuple):
         because = next(iter(outside.values()))
         if not kept:
             raise because
-        return kept, {"left_out": shortened(outside), "because": str(because)}
+        return kept, {"left_out": round_values(outside), "because": str(because)}
 
     def curves_of(self, item: Item) -> Record:
         """Returns the fields of a valid item's record. Raises `NotValid` and `OutsideTable`."""
@@ -145,14 +145,14 @@ class Reader(NamedTuple):
         if plain:
             probabilities_FV, plain_V = probabilities_FV[:-1], probabilities_FV[-1]
             facts |= {
-                "distance": shortened(((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()),
+                "distance": round_values(((probabilities_FV - plain_V).abs().sum(1) / 2).tolist()),
                 "same_top": (probabilities_FV.argmax(1) == plain_V.argmax()).tolist(),
-                "top": shortened(probabilities_FV[:, plain_V.argmax()].tolist()),
+                "top": round_values(probabilities_FV[:, plain_V.argmax()].tolist()),
             }
         likely = likely_tokens(probabilities_FV, self.tokenizer)
         counted = {token for tokens in watched.values() for token in tokens}
         return {
-            "factors": shortened(sentences),
+            "factors": round_values(sentences),
             "curves": class_curves(probabilities_FV, watched),
             "likely": class_curves(probabilities_FV, likely),
             "unwatched": [name for name, tokens in likely.items() if not counted.intersection(tokens)],
@@ -160,7 +160,7 @@ class Reader(NamedTuple):
         }
 
 
-def checked(item: Item, measure: Callable[[], Record], allowed: Mapping[str, bool] | None = None) -> Record:
+def check_item(item: Item, measure: Callable[[], Record], allowed: Mapping[str, bool] | None = None) -> Record:
     """Returns what `measure` finds, or the reason why the item is not valid. `allowed`: see `rules_that_allow`."""
     named: Record = {"name": item.name, "group": item.group} | ({"allowed_by": allowed} if allowed else {})
     try:

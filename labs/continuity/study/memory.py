@@ -21,7 +21,7 @@ from ..model.adapter import TOKENS_AT_ONCE
 from .aggregation import answers, figure, if_answering, mass_column, percent, valid
 from .counts import OBSERVED, WORDS, peak_figures
 from .data import load
-from .engine import Reader, Record, checked
+from .engine import Reader, Record, check_item
 from .items import DURATIONS, Item, NotValid
 from .options import ProbeOptions
 from .probe import Probe
@@ -79,7 +79,7 @@ class Memory(Probe):
     @classmethod
     def record(cls, reader: Reader, item: Item) -> Record:
         """Returns what `Reader.record` does, with the words at the item's distance from the end of the question."""
-        return checked(item, lambda: _measured(reader, item))
+        return check_item(item, lambda: _measure(reader, item))
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Memory(Probe):
         ]
 
 
-def _measured(reader: Reader, item: Item) -> Record:
+def _measure(reader: Reader, item: Item) -> Record:
     if item.group == "dial, passkeys":
         return _dial_passkey(reader, item)
     moved = words_at_distance(reader, item)
@@ -147,7 +147,7 @@ def words_at_distance(reader: Reader, item: Item) -> Item:
 
 
 def _dial_counting(reader: Reader, item: Item) -> Record:
-    probabilities_FV = dialled(reader, reader.sentence(item.text), item.factors, keep=1)[:, 0]
+    probabilities_FV = turn_dials(reader, reader.sentence(item.text), item.factors, keep=1)[:, 0]
     curves = reader.curves(probabilities_FV, item.watched)
     recall = curves[str(item.facts["repetitions"])]
     return {"factors": list(item.factors), "curves": curves, "recall": recall, **item.facts}
@@ -166,14 +166,14 @@ def _dial_passkey(reader: Reader, item: Item) -> Record:
     unknown = reader.tokenizer.unk_token_id
     if unknown is not None and unknown in ids_N[1:]:  # the first one may be the bos token
         raise NotValid("the tokenizer does not know the words of a passkey prompt")
-    probabilities_FAV = dialled(reader, Sentence(ids_N[:-1]), item.factors, keep=len(answer_A))
+    probabilities_FAV = turn_dials(reader, Sentence(ids_N[:-1]), item.factors, keep=len(answer_A))
     recall_F = probabilities_FAV[:, torch.arange(len(answer_A)), answer_A].prod(1)
     found_F = (probabilities_FAV.argmax(-1) == answer_A).all(1)
     return {"factors": list(item.factors), "recall": recall_F.tolist(), "found": found_F.tolist(), **item.facts}
 
 
 @torch.no_grad()
-def dialled(reader: Reader, sentence: Sentence, dials: Sequence[float], keep: int) -> torch.Tensor:
+def turn_dials(reader: Reader, sentence: Sentence, dials: Sequence[float], keep: int) -> torch.Tensor:
     """Returns probabilities [F, keep, V] after the last samples, in float64, with all keys in memory at one duration.
 
     Positions and the current segment's durations stay, so only the weight of the memory changes.
@@ -184,11 +184,14 @@ def dialled(reader: Reader, sentence: Sentence, dials: Sequence[float], keep: in
     assert embedded_ND is not None
     at_once = max(1, TOKENS_AT_ONCE // (3 * length))
     return torch.cat(
-        [_dialled(lm.model, embedded_ND, dials[n : n + at_once], length, keep) for n in range(0, len(dials), at_once)]
+        [
+            _turn_dials(lm.model, embedded_ND, dials[n : n + at_once], length, keep)
+            for n in range(0, len(dials), at_once)
+        ]
     )
 
 
-def _dialled(model: Any, embedded_ND: torch.Tensor, dials: Sequence[float], length: int, keep: int) -> torch.Tensor:
+def _turn_dials(model: Any, embedded_ND: torch.Tensor, dials: Sequence[float], length: int, keep: int) -> torch.Tensor:
     cache, parts, after = FoldedCache(model.config), [], len(embedded_ND)
     for part_TD in embedded_ND.split(length):
         after -= len(part_TD)

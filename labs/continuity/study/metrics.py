@@ -65,7 +65,7 @@ def sum_properties(curves: Curves, original: str, shrunk: set[str]) -> dict[str,
     """
     shrunk = shrunk - {original}
     others = curves.keys() - shrunk - {original}
-    right_F, together_F, highest_F = _compared(curves, original, shrunk, others)
+    right_F, together_F, highest_F = _compare(curves, original, shrunk, others)
     above_F = together_F > right_F
     p2 = bool((above_F & (together_F > highest_F)).any())
     return {
@@ -76,7 +76,7 @@ def sum_properties(curves: Curves, original: str, shrunk: set[str]) -> dict[str,
     }
 
 
-def _compared(curves: Curves, original: str, shrunk: Set[str], others: Set[str]) -> tuple[np.ndarray, ...]:
+def _compare(curves: Curves, original: str, shrunk: Set[str], others: Set[str]) -> tuple[np.ndarray, ...]:
     """Returns the curves [F] of the original label, of the shrunk labels together, and of the highest other label."""
     values = {name: np.asarray(curve, dtype=np.float64) for name, curve in curves.items()}
     right_F = values[original]
@@ -104,7 +104,7 @@ def published_sum_properties(curves: Curves, original: str, shrunk: set[str], ot
 
     A label that is both original and shrunk counts as both, so such a record is never valid.
     """
-    right_F, together_F, highest_F = _compared(curves, original, shrunk, others)
+    right_F, together_F, highest_F = _compare(curves, original, shrunk, others)
     above_F = together_F > right_F
     p2 = bool((above_F & (together_F > highest_F)).any())
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from condense.eval.models import load_models
-from condense.eval.options import stored
+from condense.eval.options import identify
 from condense.eval.results import Table, some_table
 from condense.eval.results_store import Key
 from condense.eval.runner import Results, Task
@@ -116,7 +116,7 @@ class Probe(Task[Measurement]):
         """Returns the tables of all models, from their summaries by name."""
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {
+        return identify(self.options) | {
             "probe": self.name(),
             "data": str(self.options.data or OWN_DATA),
             "items": _hash([asdict(item) for item in self.set_items]),

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from math import inf
 from typing import Any
 
-from condense.eval.intervals import mean_and_interval, written
+from condense.eval.intervals import format_mean, mean_and_interval
 from condense.eval.results import Table
 
 Figures = Mapping[str, float | None]
@@ -37,7 +37,7 @@ def over_runs(figures: Mapping[str, Figures], above_one: Collection[str] = ()) -
 def runs_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns a table with a line for each figure and a column for each model."""
     names = list(dict.fromkeys(figure for figures in found.values() for figure in figures))
-    rows = [[name, *(written(figures.get(name)) for figures in found.values())] for name in names]
+    rows = [[name, *(format_mean(figures.get(name)) for figures in found.values())] for name in names]
     numbers = [max(len(one["values"]) for one in figures.values()) for figures in found.values()]
     columns = [f"{model}, {number} runs" for model, number in zip(found, numbers, strict=True)]
     return Table("means over runs and their 95 % intervals", ["figure", *columns], rows)

@@ -20,7 +20,7 @@ from .aggregation import (
     valid,
     with_global,
 )
-from .control import RIGHT, compared, with_other_labels
+from .control import RIGHT, compare, with_other_labels
 from .data import load
 from .engine import Record
 from .items import INTERPOLATIONS, SPACE_INTERPOLATIONS, Item, Watched
@@ -118,7 +118,7 @@ class Space(Probe):
             "m_max": mean(most),
             "far_outside": mean([float(value >= FAR_OUTSIDE) for value in most]),
             "m_max_of_each": most,
-            "control": compared(with_other_labels(posed, _kind, _scores)),
+            "control": compare(with_other_labels(posed, _kind, _scores)),
         }
 
     @classmethod

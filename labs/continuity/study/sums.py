@@ -9,7 +9,7 @@ from typing import Any
 from condense.eval.results import Table
 
 from .aggregation import SET, answers, if_answering, in_set, mass, mass_column, mean, percent, ratio, valid, with_global
-from .control import RIGHT, compared, with_other_labels
+from .control import RIGHT, compare, with_other_labels
 from .data import load
 from .engine import Record
 from .items import DENSITIES, DURATIONS, INTERPOLATIONS, Item
@@ -91,7 +91,7 @@ class Sums(Probe):
         published = [published_sum_properties(*one, other) for one, other in zip(asked, others, strict=True)]
         shared = {"records": len(in_set(records)), "posed": len(posed), "mass": mass(in_set(records))}
         pairs = with_other_labels(posed, _label, _scores)
-        return shared | _shares(ours) | {"published": shared | _shares(published), "control": compared(pairs)}
+        return shared | _shares(ours) | {"published": shared | _shares(published), "control": compare(pairs)}
 
     @classmethod
     def figures(cls, summary: dict[str, Any]) -> Figures:

@@ -7,7 +7,7 @@ from condense.eval.results import Table
 
 from ..model.quadrature import RULES
 from .aggregation import mean, percent, valid
-from .engine import Reader, Record, checked
+from .engine import Reader, Record, check_item
 from .items import DENSITIES, SCALES, SHIFTS, Item, NotValid
 from .options import ProbeOptions
 from .probe import Probe
@@ -118,7 +118,7 @@ class Density(_Transformation):
         """
         if "rule" not in item.facts:
             return reader.record(item)
-        return checked(item, lambda: _distances_to_the_densest(reader, item))
+        return check_item(item, lambda: _distances_to_the_densest(reader, item))
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:

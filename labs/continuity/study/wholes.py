@@ -16,9 +16,9 @@ from condense.eval.results import Table, groups_of, picture
 
 from .. import Sentence
 from .aggregation import figure, mean, percent, valid
-from .control import compared, shown
+from .control import compare, format_mean
 from .data import load
-from .engine import Reader, Record, checked
+from .engine import Reader, Record, check_item
 from .items import Item, NotValid
 from .options import ProbeOptions
 from .probe import Probe
@@ -62,7 +62,7 @@ class Wholes(Probe):
     def record(cls, reader: Reader, item: Item) -> Record:
         """Returns `distances`, total variations by factor and whole amount, `nearest`, the amount of the nearest whole
         sentence by factor, and `distance`, that to the factor's own amount."""
-        return checked(item, lambda: _compared_with_wholes(reader, item))
+        return check_item(item, lambda: _compared_with_wholes(reader, item))
 
     @classmethod
     def summary(cls, records: Sequence[Record]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Wholes(Probe):
             discrete = [float(amount == MOST) for record in mine for amount in record["nearest"][: MOST - 1]]
             found["changes"][change] = {
                 "words": len(mine),
-                "control": compared({name: [one[name] for one in pairs] for name in (SHARE, DISTANCE)}),
+                "control": compare({name: [one[name] for one in pairs] for name in (SHARE, DISTANCE)}),
                 "discrete": mean(discrete),
                 "variation": mean([value for record in mine for value in record["distance"][: MOST - 1]]),
                 "variation_discrete": mean([value for record in mine for value in record["distances"][-1][: MOST - 1]]),
@@ -99,7 +99,7 @@ class Wholes(Probe):
         for name, summary in models.items():
             for change, found in summary["changes"].items():
                 cells = [
-                    shown(found["control"][measured][part])
+                    format_mean(found["control"][measured][part])
                     for measured in (SHARE, DISTANCE)
                     for part in ("own", "others")
                 ]

@@ -62,7 +62,7 @@ class DepthFlow(nn.Module):
         control_nC = None if control_RTC is None else control_RTC.expand(*shape, -1).flatten(0, -2)
         derivative = self._derivative(lambda tau, hidden: self.field(tau, hidden, control_nC), start_RTD.dtype)
         start_nD = _accurate(start_RTD.flatten(0, -2))
-        end_nD, evaluations_n = solve_adaptive(self._checked(derivative), start_nD, self.settings)
+        end_nD, evaluations_n = solve_adaptive(self._check(derivative), start_nD, self.settings)
         return Solution(end_nD.unflatten(0, shape).to(start_RTD.dtype), evaluations_n.unflatten(0, shape))
 
     def integrate(
@@ -79,7 +79,7 @@ class DepthFlow(nn.Module):
             end = solve_fixed(derivative, start, settings.solver, settings.steps)
         if not torch.compiler.is_compiling() and not _is_capturing(end) and not _is_finite(end, chunk):
             with torch.no_grad():  # again, to find the step
-                solve_fixed(self._checked(derivative), start, settings.solver, settings.steps)
+                solve_fixed(self._check(derivative), start, settings.solver, settings.steps)
             raise NotFiniteError(f"the flow of the field {settings.field!r} overflows: {REMEDY}.")
         return Solution(end.to(start_RTD.dtype), num_fixed_evaluations(settings))
 
@@ -87,7 +87,7 @@ class DepthFlow(nn.Module):
         """Returns alpha F; the field computes in the dtype of the hidden states."""
         return lambda tau, state: self.alpha * field(tau, state.to(dtype)).to(state.dtype)
 
-    def _checked(self, derivative: BoundField) -> BoundField:
+    def _check(self, derivative: BoundField) -> BoundField:
         evaluations = 0
 
         def checked(tau: Any, state: torch.Tensor) -> torch.Tensor:
@@ -139,16 +139,16 @@ class LayerField(CondenseDecoderLayer):
         def field(tau: Tau, hidden_RTD: torch.Tensor) -> torch.Tensor:
             number = next(numbers)
             own = None if key_values is None else key_values.at_evaluation(number, num_evaluations)
-            input_RTD = self._controlled(hidden_RTD, control_RTC)
+            input_RTD = self._add_control(hidden_RTD, control_RTC)
             attention_RTD, _ = self.self_attn(self.input_layernorm(input_RTD), own, metadata)
             return attention_RTD + self.mlp(self.post_attention_layernorm(input_RTD + attention_RTD))
 
         return field
 
     def memory_of(self, source_RTD: torch.Tensor, control_RTC: torch.Tensor | None, metadata: AttentionMetadata):
-        return self.project_memory(self._controlled(source_RTD, control_RTC), metadata)
+        return self.project_memory(self._add_control(source_RTD, control_RTC), metadata)
 
-    def _controlled(self, hidden_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> torch.Tensor:
+    def _add_control(self, hidden_RTD: torch.Tensor, control_RTC: torch.Tensor | None) -> torch.Tensor:
         return hidden_RTD if self.control_proj is None else hidden_RTD + self.control_proj(control_RTC)
 
 

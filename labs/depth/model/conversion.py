@@ -54,10 +54,10 @@ def convert_to_depth(
     if not isinstance(model, CondenseForCausalLM):
         check_stock(chosen.to_dict(), config.num_hidden_layers - len(replaced) + 1)
         make = partial(make_stock_block, config, chosen)
-        return replace_stock_layers(model, _initialized(model, replaced[0], make, seed))
+        return replace_stock_layers(model, _initialize(model, replaced[0], make, seed))
     made_config = copy.copy(config)
     made_config.depth = chosen.to_dict()
-    block = _initialized(model, replaced[0], partial(DepthBlock, made_config), seed)
+    block = _initialize(model, replaced[0], partial(DepthBlock, made_config), seed)
     if isinstance(block.field, LayerField):
         missing, unexpected = block.field.load_state_dict(replaced[0].state_dict(), strict=False)
         assert not unexpected and all(name.startswith("control_proj") for name in missing)
@@ -89,7 +89,7 @@ def initial_settings(first: int, end: int, field: str = "mlp", **settings: Any) 
     return DepthSettings.from_dict(dict(position=first, num_replaced=end - first, field=field, **settings))
 
 
-def _initialized(model: Any, replaced: nn.Module, make: Callable[[], Block], seed: int) -> Block:
+def _initialize(model: Any, replaced: nn.Module, make: Callable[[], Block], seed: int) -> Block:
     """Makes a block with random weights from its own seed, in the replaced layer's dtype and on its device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

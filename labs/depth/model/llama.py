@@ -29,7 +29,7 @@ from condense.hub.remote_code import RemoteCodeConfig
 from condense.hub.transformers_private import LlamaAttention, LlamaDecoderLayer
 from condense.laboratories import DEPTH_LLAMA
 from condense.modeling import CondenseForCausalLM
-from condense.state.cache_argument import CACHE, CACHE_NAMES, renamed, takes_past_key_values
+from condense.state.cache_argument import CACHE, CACHE_NAMES, rename_cache, takes_past_key_values
 
 from .block import build_field
 from .settings import DepthSettings
@@ -139,7 +139,7 @@ class DepthLlamaForCausalLM(NoContinuousBatching, LlamaForCausalLM):
         return evaluations_BN
 
     def _prepare_generation_config(self, generation_config, **kwargs):
-        return super()._prepare_generation_config(generation_config, **renamed(kwargs))
+        return super()._prepare_generation_config(generation_config, **rename_cache(kwargs))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
         check_control_of_prompt(model_kwargs, generation_config.is_assistant)

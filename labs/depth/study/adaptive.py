@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from condense.eval.intervals import FISHER, LOG, interval, shown
+from condense.eval.intervals import FISHER, LOG, format_seeds, interval
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 
@@ -15,7 +15,7 @@ from ..model.settings import ADAPTIVE_SOLVERS, FIXED_SOLVERS
 from .experiment import Experiment
 from .lines import YES, finish, groups, scientific, table
 from .models import TWIN_STEPS
-from .pretraining import trained
+from .pretraining import pretrain
 from .readings import held_out_texts
 from .tokens import Tokens, equal_steps, rank_correlation, shuffled_middle
 
@@ -51,11 +51,11 @@ class Adaptive(Experiment[Measurement]):
         return [Measurement(model, seed) for seed in self.seeds for model in MODELS]
 
     def measure(self, item: Measurement) -> Record:
-        model = trained(item.model, item.seed, self.setup, self.output)
+        model = pretrain(item.model, item.seed, self.setup, self.output)
         tokens = Tokens(model, held_out_texts(self.setup, NUM_TEXTS))
         return {
             "alpha": tokens.block.alpha.item(),
-            "fixed": [_fixed(tokens, solver, steps) for solver in FIXED_SOLVERS for steps in STEPS[solver]],
+            "fixed": [_run_fixed(tokens, solver, steps) for solver in FIXED_SOLVERS for steps in STEPS[solver]],
             "adaptive": [_adaptive(tokens, solver, at) for solver in TOLERANCES for at in TOLERANCES[solver]],
         }
 
@@ -106,7 +106,7 @@ def points(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _fixed(tokens: Tokens, solver: str, steps: int) -> dict[str, Any]:
+def _run_fixed(tokens: Tokens, solver: str, steps: int) -> dict[str, Any]:
     run = tokens.run(solver, steps)
     nfe = float(run.evaluations_BT.double().mean())
     return {"solver": solver, "steps": steps, "nfe": nfe, "loss": float(run.losses_BT.mean()), "error": run.error}
@@ -122,7 +122,7 @@ def _adaptive(tokens: Tokens, solver: str, tolerance: float) -> dict[str, Any]:
     loss, taken = float(run.losses_BT.mean()), run.evaluations_BT.numpy()
     against = {}
     for fixed in FIXED_SOLVERS:
-        point = _fixed(tokens, fixed, equal_steps(fixed, taken.mean()))
+        point = _run_fixed(tokens, fixed, equal_steps(fixed, taken.mean()))
         against[fixed] = {"loss": loss - point["loss"], "error": run.error / point["error"], "nfe": point["nfe"]}
     numbers, counts = np.unique(taken, return_counts=True)
     return {
@@ -171,8 +171,8 @@ def _verdicts(lines: pd.DataFrame, found: Sequence[dict[str, Any]]) -> Table:
                 "model": kind["model"],
                 "adaptive solver": kind["solver"],
                 "tolerance": f"{kind['tolerance']:.0e}",
-                "NFE": shown(own.nfe, 1),
-                "best fixed solver, its NFE": f"{best}, {shown(against.nfe, 1)}",
+                "NFE": format_seeds(own.nfe, 1),
+                "best fixed solver, its NFE": f"{best}, {format_seeds(against.nfe, 1)}",
                 "loss minus its loss [nats]": scientific(against.loss),
                 "error / its error": scientific(against.error, LOG),
                 f"loss minus that of {TRAINED_WITH[1]} Euler steps [nats]": scientific(own.minus_trained),
@@ -193,7 +193,7 @@ def _effort(lines: pd.DataFrame) -> Table:
             | {
                 "tolerance": f"{kind['tolerance']:.0e}",
                 "NFE: share of tokens": _shares(_counts(own)),
-                "correlation with loss": shown(known.correlation, scale=FISHER),
+                "correlation with loss": format_seeds(known.correlation, scale=FISHER),
                 "shuffled within positions, 95 %": middle,
                 "of seeds": f"{len(known)} of {len(own)}",
             }
@@ -216,7 +216,7 @@ def _shares(counts: pd.Series) -> str:
 def _fixed_steps(lines: pd.DataFrame) -> Table:
     rows = [
         {"model": model, "solver": solver, "steps": int(steps), "NFE": f"{own.nfe.iloc[0]:g}"}
-        | {"held-out loss [nats]": shown(own.loss, 5), "error / displacement": scientific(own.error, LOG)}
+        | {"held-out loss [nats]": format_seeds(own.loss, 5), "error / displacement": scientific(own.error, LOG)}
         for (model, solver, steps), own in groups(lines[lines.solver.isin(FIXED_SOLVERS)], "model", "solver", "steps")
     ]
     return table("fixed steps", rows)

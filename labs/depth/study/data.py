@@ -64,7 +64,7 @@ def load_corpus(options: DepthOptions, size: Size) -> Corpus:
 def _texts(options: DepthOptions) -> list[tuple[str, str]]:
     """Returns the names and contents of the training text and the held-out text."""
     if options.small:
-        return [("generated", _generated(seed, documents)) for seed, documents in ((0, 30), (1, 5))]
+        return [("generated", _generate(seed, documents)) for seed, documents in ((0, 30), (1, 5))]
     if paths := [path for path in (options.text, options.held_out) if path is not None]:
         return [(path.name, read_text(path)) for path in paths]
     return [(f"{HUB[0]} {split}", hub_text(split, OFFLINE)) for split in ("train", "test")]
@@ -77,7 +77,7 @@ def _hub_tokenizer() -> Any:
         raise ValueError(f"the tokenizer gpt2 can't be loaded from the hub: {OFFLINE}.") from error
 
 
-def _generated(seed: int, documents: int) -> str:
+def _generate(seed: int, documents: int) -> str:
     random, parts = Random(seed), list[str]()
     words = ATTRIBUTES | SCENERY | {"word": OPINION_WORDS}
     for _ in range(documents):

@@ -26,7 +26,7 @@ from ..model.settings import ADAPTIVE_SOLVERS
 from .experiment import Experiment
 from .lines import finish, groups, table
 from .models import TWIN_STEPS, Size, block_in, block_of
-from .pretraining import held_out_windows, trained
+from .pretraining import held_out_windows, pretrain
 
 TRAINED = ("baseline", "hybrid", "twin", "wide_twin", "shorter")
 STEPS = (4, 16, 64, 256)
@@ -91,7 +91,7 @@ class Efficiency(Experiment[Part]):
         return [Part(part, seed) for seed in self.seeds for part in ("inference", "training", "adjoint")]
 
     def measure(self, item: Part) -> Record:
-        models = {arm: trained(arm, item.seed, self.setup, self.output) for arm in TRAINED}
+        models = {arm: pretrain(arm, item.seed, self.setup, self.output) for arm in TRAINED}
         ids_BN = held_out_windows(self.setup)[: self.size.batch]
         repeats = SMALL_REPEATS if self.options.small else REPEATS
         if item.part == "inference":

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from condense.eval.intervals import LOG, LOGIT, shown
+from condense.eval.intervals import LOG, LOGIT, format_seeds
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 
@@ -36,8 +36,8 @@ from .evaluations import (
 from .experiment import Experiment
 from .lexicon import PAPER_PROMPT
 from .lines import draw_band, finish, groups, table
-from .pretraining import trained
-from .steered import TRAINED_ON, Labels, Prompts, lexicon_of, num_steps, parts_of, steered
+from .pretraining import pretrain
+from .steered import TRAINED_ON, Labels, Prompts, lexicon_of, num_steps, parts_of, train_steered
 from .steering import DOTS, FEW_CONTROLS
 from .words import encode_prompt
 
@@ -101,7 +101,7 @@ class Effort(Experiment[Run]):
         return [Run(seed, *block, what) for seed in self.seeds for block in BLOCKS for what in (*SOLVERS, "probes")]
 
     def measure(self, item: Run) -> Record:
-        model = steered(item.seed, self.setup, self.output, item.labels, item.prompts)
+        model = train_steered(item.seed, self.setup, self.output, item.labels, item.prompts)
         if item.what == "probes":
             return measure_probes(model, self.setup, item.seed)
         tokenizer = self.setup.corpus.tokenizer
@@ -111,7 +111,7 @@ class Effort(Experiment[Run]):
         return {
             "sweep": [self._sweep(effort, starts, tolerance) for tolerance in self.tolerances],
             "neighbours": [neighbours(effort, starts, tolerance) for tolerance in TOLERANCES_OF_NEIGHBOURS],
-            "prior": prior_share(trained("hybrid", item.seed, self.setup, self.output), self.setup),
+            "prior": prior_share(pretrain("hybrid", item.seed, self.setup, self.output), self.setup),
         }
 
     def _sweep(self, effort: Evaluations, starts: Sequence[torch.Tensor], tolerance: float) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _lines(results: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _solved(lines: pd.DataFrame) -> Iterator[tuple[dict[str, str], pd.DataFrame]]:
+def _group_by_solver(lines: pd.DataFrame) -> Iterator[tuple[dict[str, str], pd.DataFrame]]:
     """Yields the lines of each block, solver and tolerance, with the first cells of their row."""
     for (prompts, labels, solver, tolerance), own in groups(lines, "prompts", "labels", "what", "tolerance"):
         first = {"trained on": TRAINED_ON[prompts], "labels": labels, "solver": solver, "tolerance": f"{tolerance:g}"}
@@ -180,11 +180,11 @@ def _regimes(lines: pd.DataFrame, title: str) -> Table:
     low, high = f"u < {BOUNDARY}", f"u > {BOUNDARY}"
     paper = {"trained on": "the paper", "labels": "own", "solver": "dopri5", "steps": "common", low: "20", high: "14"}
     rows: list[dict[str, Any]] = [paper]
-    for first, own in _solved(lines):
+    for first, own in _group_by_solver(lines):
         for way, name in {"common": "common", "last": "last token's", "mean": "by token, mean"}.items():
             curves = [curve for _, curve in own.groupby("seed")]
             below, above = ([_side(c.control, c[f"nfe_{way}"], side) for c in curves] for side in (True, False))
-            rows.append(first | {"steps": name, low: shown(below, 1), high: shown(above, 1)})
+            rows.append(first | {"steps": name, low: format_seeds(below, 1), high: format_seeds(above, 1)})
     return table(title, rows)
 
 
@@ -195,13 +195,13 @@ def _side(controls: Sequence[float], counts: Sequence[float], below: bool) -> fl
 def _causes(lines: pd.DataFrame, records: Sequence[dict[str, Any]]) -> Table:
     priors = pd.DataFrame(records).groupby(["prompts", "labels", "what"]).prior
     rows = []
-    for first, own in _solved(lines):
+    for first, own in _group_by_solver(lines):
         prior = priors.get_group(tuple(own.iloc[0][["prompts", "labels", "what"]]))
         for way, name in {"common": "paper's prompt, common", "others": "new prompts' last tokens"}.items():
             fits = [fit_effort(curve.control, curve[f"nfe_{way}"]) for _, curve in own.groupby("seed")]
-            _, slope, curvature = (shown(values, 2) for values in zip(*fits, strict=True))
+            _, slope, curvature = (format_seeds(values, 2) for values in zip(*fits, strict=True))
             counted = {"counted": name, "slope": slope, "curvature": curvature}
-            rows.append(first | {"P(good) share before": shown(prior, scale=LOGIT)} | counted)
+            rows.append(first | {"P(good) share before": format_seeds(prior, scale=LOGIT)} | counted)
     return table("is it the word or the block: NFE = level + slope u + curvature |u|", rows)
 
 
@@ -213,9 +213,9 @@ def _scaling(lines: pd.DataFrame) -> Table:
             steps: dict[str, Any] = {solver: num_steps_of(way, solver, found) for solver, found in counts.items()}
             rows.append(
                 {"trained on": TRAINED_ON[prompts], "tolerance": f"{tolerance:g}", "solved": name}
-                | {f"NFE: {solver}": shown(found, 1) for solver, found in counts.items()}
-                | {f"steps: {solver}": shown(found, 1) for solver, found in steps.items()}
-                | {"steps: heun / dopri5": shown(steps["adaptive_heun"] / steps["dopri5"], 2)}
+                | {f"NFE: {solver}": format_seeds(found, 1) for solver, found in counts.items()}
+                | {f"steps: {solver}": format_seeds(found, 1) for solver, found in steps.items()}
+                | {"steps: heun / dopri5": format_seeds(steps["adaptive_heun"] / steps["dopri5"], 2)}
             )
     return table("NFE and steps against tolerance, mean over u", rows)
 
@@ -228,9 +228,9 @@ def _neighbours(records: Sequence[dict[str, Any]]) -> Table:
         for tolerance, found in zip(TOLERANCES_OF_NEIGHBOURS, record["neighbours"], strict=True)
     ]
     rows = []
-    for first, own in _solved(pd.DataFrame(lines)):
+    for first, own in _group_by_solver(pd.DataFrame(lines)):
         found = pd.DataFrame([*own.found])
-        counted = {f"common {way}": shown(found[f"common_{way}"].map(fmean), 1) for way in ("alone", "together")}
+        counted = {f"common {way}": format_seeds(found[f"common_{way}"].map(fmean), 1) for way in ("alone", "together")}
         ways = {"common": found.common_changed, "by token": found.by_token_changed}
         changed = {f"changed: {way}": f"{of.sum()} of {found.prompts.sum()}" for way, of in ways.items()}
         rows.append(first | counted | changed)
@@ -240,7 +240,7 @@ def _neighbours(records: Sequence[dict[str, Any]]) -> Table:
 def _probes(lines: pd.DataFrame) -> Table:
     rows = [
         {"trained on": TRAINED_ON[prompts], "labels": labels, "probe of": reading, "measured": measured}
-        | {f"tau = {tau:g}": shown(at_tau[kind], scale=LOGIT) for tau, at_tau in groups(own, "tau")}
+        | {f"tau = {tau:g}": format_seeds(at_tau[kind], scale=LOGIT) for tau, at_tau in groups(own, "tau")}
         for (prompts, labels, reading), own in groups(lines, "prompts", "labels", "reading")
         for kind, measured in {"accuracy": "right", "shuffled": "right, shuffled labels"}.items()
     ]

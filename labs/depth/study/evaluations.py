@@ -119,7 +119,7 @@ def measure_probes(model: Any, setup: Setup, seed: int) -> Record:
         lasts_nD = torch.cat([state_TD[-1:] for state_TD in states_before(model, texts)])
         return torch.cat([states_at(block, lasts_nD, u) for u in controls], dim=1)
 
-    def shuffled(labels: torch.Tensor) -> torch.Tensor:
+    def shuffle(labels: torch.Tensor) -> torch.Tensor:
         return labels[torch.randperm(len(labels), generator=generator)]
 
     def with_words(prompts, pairs, labels: torch.Tensor, others: torch.Tensor) -> Examples:
@@ -134,10 +134,10 @@ def measure_probes(model: Any, setup: Setup, seed: int) -> Record:
     def with_controls(prompts) -> Examples:
         signs = torch.tensor([1] * len(prompts) + [0] * len(prompts))
         ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        return Examples(states(ids, 1.0, -1.0), signs, shuffled(signs))
+        return Examples(states(ids, 1.0, -1.0), signs, shuffle(signs))
 
     known, new = (torch.tensor([1, 0] * len(pairs)) for pairs in (parts.train_pairs, parts.test_pairs))
-    known_labels, new_labels = ((labels, shuffled(labels)) for labels in (known, new))
+    known_labels, new_labels = ((labels, shuffle(labels)) for labels in (known, new))
     trained = with_words(parts.train_prompts, parts.train_pairs, *known_labels)
     new_prompts = with_words(parts.test_prompts, parts.train_pairs, *known_labels)
     both_new = with_words(parts.test_prompts, parts.test_pairs, *new_labels)

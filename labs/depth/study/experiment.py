@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from condense.eval.options import stored
+from condense.eval.options import identify
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
 from condense.eval.study import study
@@ -38,7 +38,7 @@ class Experiment(study.Experiment[Item]):
         return range(self.options.seeds)
 
     def settings(self) -> dict[str, Any]:
-        return stored(self.options) | {"size": asdict(self.size), "corpus": self.setup.corpus.described}
+        return identify(self.options) | {"size": asdict(self.size), "corpus": self.setup.corpus.described}
 
     def summarise(self, measured: Sequence[tuple[Item, Record]]) -> dict[str, Any]:
         return {"records": [self.key(item) | record for item, record in measured]}

@@ -41,7 +41,7 @@ class JointParts(NamedTuple):
     test_words: dict[Signs, tuple[str, ...]]
 
 
-def parted(values: Sequence[Value], held_out: Sequence[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+def split_values(values: Sequence[Value], held_out: Sequence[Value]) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """Returns the trained and the held-out values, each in their order."""
     return tuple(v for v in values if v not in held_out), tuple(v for v in values if v in held_out)
 
@@ -63,14 +63,14 @@ class Lexicon:
         test_prompts = [prompt for name in held_out for prompt in self.subjects[name]]
         test_pairs = draw.sample([pair for pair in self.pairs if pair != PAPER_PAIR], len(self.pairs) // HELD_OUT)
         prompts = [prompt for own in self.subjects.values() for prompt in own]
-        return Parts(*parted(prompts, test_prompts), *parted(self.pairs, test_pairs))
+        return Parts(*split_values(prompts, test_prompts), *split_values(self.pairs, test_pairs))
 
     def joint_split(self, seed: int) -> JointParts:
         draw = random.Random(seed)
         test_prompts = draw.sample(self.prompts, len(self.prompts) // HELD_OUT)
-        words = {signs: parted(words, [draw.choice(words)]) for signs, words in self.cells.items()}
+        words = {signs: split_values(words, [draw.choice(words)]) for signs, words in self.cells.items()}
         train_words, test_words = ({signs: parts[side] for signs, parts in words.items()} for side in (0, 1))
-        return JointParts(*parted(self.prompts, test_prompts), train_words, test_words)
+        return JointParts(*split_values(self.prompts, test_prompts), train_words, test_words)
 
     def fingerprint(self) -> str:
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from condense.eval.intervals import LINEAR, Scale, band, shown
+from condense.eval.intervals import LINEAR, Scale, band, format_seeds
 from condense.eval.results import Table, set_log_scale
 
 YES = {True: "yes", False: "no", None: "needs 2 seeds"}
@@ -25,7 +25,7 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def scientific(values: Iterable[float], scale: Scale = LINEAR) -> str:
     """Formats the mean and its interval over seeds, for values that may be very small."""
-    return shown(list(values), 2, scale, form="e")
+    return format_seeds(list(values), 2, scale, form="e")
 
 
 def draw_band(

@@ -46,7 +46,7 @@ class Step(NamedTuple):
     alpha: float = math.nan
 
 
-def trained(arm: str, seed: int, setup: Setup, folder: Path) -> GPT2LMHeadModel:
+def pretrain(arm: str, seed: int, setup: Setup, folder: Path) -> GPT2LMHeadModel:
     """Returns the trained model in eval mode; trains and stores it in `folder`/models/ARM-SEED if needed.
 
     The block's control is zero during this training. Raises `ValueError` if the folder holds a model with a different

@@ -16,12 +16,12 @@ def probe_accuracy(
     train_ND: torch.Tensor, train_labels_N: torch.Tensor, test_ND: torch.Tensor, test_labels_N: torch.Tensor
 ) -> float:
     """Trains a probe and returns the share of test examples with the correct label, 0 or 1."""
-    train_ND, test_ND = standardised(train_ND, test_ND)
+    train_ND, test_ND = standardise(train_ND, test_ND)
     weight_D, bias = fit_logistic(train_ND, train_labels_N)
     return float(((test_ND @ weight_D + bias > 0) == (test_labels_N > 0)).double().mean())
 
 
-def standardised(train_ND: torch.Tensor, test_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def standardise(train_ND: torch.Tensor, test_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Standardises both with the mean and deviation of the training examples; a constant feature becomes 0."""
     train_ND, test_ND = train_ND.double(), test_ND.double()
     mean_D, deviation_D = train_ND.mean(0), train_ND.std(0, correction=0).clamp(min=1e-9)

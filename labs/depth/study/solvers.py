@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from condense.eval.intervals import LOG, interval, shown
+from condense.eval.intervals import LOG, format_seeds, interval
 from condense.eval.results import Table, picture, set_log_scale
 from condense.eval.results_store import Record
 
@@ -19,9 +19,9 @@ from .divergence import diverge
 from .experiment import Experiment
 from .lines import YES, finish, groups, scientific, table
 from .models import TWINS, block_in, build
-from .pretraining import trained
+from .pretraining import pretrain
 from .readings import Reading, accurate, held_out_texts, input_of, read_flow, read_layers, read_steps
-from .steered import steered
+from .steered import train_steered
 
 PAPER = 0.00068  # the paper's divergence relative to |H(1)|
 PASSES = 0.01  # ours: the paper gives no threshold
@@ -96,10 +96,10 @@ class Solvers(Experiment[Measurement]):
         if name == "random":
             model = build("hybrid", self.size, seed)
         elif name in CONTROLS:
-            model = steered(seed, self.setup, self.output)
+            model = train_steered(seed, self.setup, self.output)
         else:
             arm = {"hybrid_at_one": "hybrid", "layers": "baseline"}.get(name, name)
-            model = trained(arm, seed, self.setup, self.output)
+            model = pretrain(arm, seed, self.setup, self.output)
         model = accurate(model)
         if name == "layers":
             layers = model.transformer.h[slice(*self.size.replaced)]
@@ -176,7 +176,7 @@ def _orders(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _percent(values: pd.Series) -> str:
     """Formats the geometric mean of ratios of norms and its interval over seeds."""
-    return shown(list(values), scale=LOG, form="%")
+    return format_seeds(list(values), scale=LOG, form="%")
 
 
 def _divergence_table(lines: pd.DataFrame) -> Table:
@@ -191,7 +191,7 @@ def _divergence_table(lines: pd.DataFrame) -> Table:
                 TO_STATE: _percent(own.to_state),
                 TO_DISPLACEMENT: _percent(own.to_displacement),
                 "|H(1) - H(0)| / |H(1)|": _percent(own.displacement),
-                "with one more step, / divergence": shown(own.one_more_step, scale=LOG),
+                "with one more step, / divergence": format_seeds(own.one_more_step, scale=LOG),
                 f"the paper's test, at {PASSES:.0%}": f"{'passes' if passes else 'fails'}, and is {KINDS[is_flow]}",
             }
         )
@@ -204,7 +204,7 @@ def _effect_table(lines: pd.DataFrame) -> Table:
             "model": name,
             "divergence of logits": _percent(own.logits),
             "KL [nats]": scientific(own.kl, LOG),
-            "loss [nats]": shown(own.loss),
+            "loss [nats]": format_seeds(own.loss),
             "loss with dopri5, change [nats]": scientific(own.loss_change),
         }
         for name, own in groups(lines, "name")
@@ -229,7 +229,7 @@ def _criteria_table(found: Sequence[dict[str, Any]]) -> Table:
 def _order_table(lines: pd.DataFrame, reference_steps: int) -> Table:
     rows = [
         {"problem": PROBLEMS[name], "solver": solver, "order in theory": ORDERS[solver]}
-        | {"measured": shown(own.order.dropna())}
+        | {"measured": format_seeds(own.order.dropna())}
         for (name, solver), own in groups(lines[lines.solver.isin(ORDERS)], "name", "solver")
     ]
     return table(f"order of convergence; of the trained field against {reference_steps:,} steps of rk4", rows)
@@ -239,7 +239,7 @@ def _adaptive_table(lines: pd.DataFrame) -> Table:
     adaptive = lines[lines.solver.isin(ADAPTIVE_SOLVERS)].explode(["tolerances", "evaluations", "errors"])
     rows = [
         {"problem": PROBLEMS[name], "solver": solver, "tolerance": f"{tolerance:.0e}"}
-        | {"evaluations": shown(own.evaluations, 1), "error / displacement": scientific(own.errors, LOG)}
+        | {"evaluations": format_seeds(own.evaluations, 1), "error / displacement": scientific(own.errors, LOG)}
         for (name, solver, tolerance), own in groups(adaptive, "name", "solver", "tolerances")
     ]
     return table("adaptive solvers", rows)

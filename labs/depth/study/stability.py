@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from condense.eval.intervals import LOG, interval, shown
+from condense.eval.intervals import LOG, format_seeds, interval
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.eval.tables import select
@@ -21,7 +21,7 @@ from .data import described_line
 from .experiment import Experiment
 from .lines import finish, table
 from .models import ARMS, block_of, num_parameters
-from .pretraining import CLIPPED_NORM, held_out_loss, log_of, trained
+from .pretraining import CLIPPED_NORM, held_out_loss, log_of, pretrain
 
 LAST_STEPS = 50
 SMOOTHED_SHARE = 20  # curves are means over 1/20 of the steps
@@ -62,7 +62,7 @@ class Stability(Experiment[Run]):
         return [Run(arm, seed) for seed in self.seeds for arm in arms]
 
     def measure(self, item: Run) -> Record:
-        model = trained(item.arm, item.seed, self.setup, self.output)
+        model = pretrain(item.arm, item.seed, self.setup, self.output)
         block = block_of(model)
         log = log_of(item.arm, item.seed, self.setup, self.output)
         return {
@@ -82,7 +82,7 @@ class Stability(Experiment[Run]):
 
     @classmethod
     def tables(cls, results: dict[str, Any]) -> list[Table]:
-        return [_main(results), _compared(results)]
+        return [_main(results), _comparison(results)]
 
     @classmethod
     def draw(cls, results: dict[str, Any], path: Path) -> None:
@@ -169,8 +169,8 @@ def _main(results: dict[str, Any]) -> Table:
                 "model": arm,
                 "parameters": f"{first.parameters:,}",
                 "of the block": "-" if pd.isna(first.block_parameters) else f"{first.block_parameters:,.0f}",
-                last_loss: shown(own.loss.dropna()),
-                "held-out loss": shown(own.held_out_loss.dropna()),
+                last_loss: format_seeds(own.loss.dropna()),
+                "held-out loss": format_seeds(own.held_out_loss.dropna()),
                 "gradient norm": _norm(own, "gradient_norm"),
                 "block's": _norm(own, "block_gradient_norm"),
                 "alpha": _alpha(own),
@@ -188,21 +188,21 @@ def _last_loss(results: dict[str, Any]) -> str:
 
 def _alpha(lines: pd.DataFrame) -> str:
     known = lines.dropna(subset="alpha_end")
-    return f"{known.alpha_start.iloc[0]:.3g} to {shown(known.alpha_end)}" if len(known) else "-"
+    return f"{known.alpha_start.iloc[0]:.3g} to {format_seeds(known.alpha_end)}" if len(known) else "-"
 
 
 def _norm(lines: pd.DataFrame, name: str) -> str:
     """Formats the mean over seeds with its interval, and the mean standard deviation over steps."""
     known = lines.dropna(subset=name)
-    return f"{shown(known[name], scale=LOG)} +- {fmean(known[f'{name}_std']):,.3f}" if len(known) else "-"
+    return f"{format_seeds(known[name], scale=LOG)} +- {fmean(known[f'{name}_std']):,.3f}" if len(known) else "-"
 
 
-def _compared(results: dict[str, Any]) -> Table:
+def _comparison(results: dict[str, Any]) -> Table:
     rows = [
         {
             "hybrid minus": other,
-            _last_loss(results): shown(found["loss"]["values"], 4),
-            "held-out loss": shown(found["held_out_loss"]["values"], 4),
+            _last_loss(results): format_seeds(found["loss"]["values"], 4),
+            "held-out loss": format_seeds(found["held_out_loss"]["values"], 4),
         }
         for other, found in results["differences"].items()
     ]

@@ -19,9 +19,9 @@ from condense.eval.study.training import make_once
 from condense.utils.progress import ProgressBar
 
 from .interventions import Intervention, difference_of_means, intervene
-from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon, parted
+from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, Lexicon, Parts, Signs, lexicon, split_values
 from .models import SMALL, block_in
-from .pretraining import Setup, model_folder, trained
+from .pretraining import Setup, model_folder, pretrain
 from .words import Ids, encode_prompt, encode_word, paired_log_probs
 
 Labels = Literal["own", "swapped"]
@@ -77,11 +77,11 @@ def parts_of(prompts: Prompts, seed: int, setup: Setup) -> Parts:
     if prompts == "many":
         return parts
     every, pairs = (*parts.train_prompts, *parts.test_prompts), (*parts.train_pairs, *parts.test_pairs)
-    (others, own), (other_pairs, own_pairs) = parted(every, [PAPER_PROMPT]), parted(pairs, [PAPER_PAIR])
+    (others, own), (other_pairs, own_pairs) = split_values(every, [PAPER_PROMPT]), split_values(pairs, [PAPER_PAIR])
     return Parts(own, others, own_pairs, other_pairs)
 
 
-def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", prompts: Prompts = "paper") -> Any:
+def train_steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", prompts: Prompts = "paper") -> Any:
     """Returns the trained hybrid after training only its block on the paper's prompt and pair, or on many.
 
     The block is trained once and stored in `folder`. Raises `ValueError` if the block there was trained in a different
@@ -89,7 +89,7 @@ def steered(seed: int, setup: Setup, folder: Path, labels: Labels = "own", promp
     """
     parts, steps = parts_of(prompts, seed, setup), num_steps(setup)
     examples = sentiment_examples(parts.train_prompts, parts.train_pairs, setup.corpus.tokenizer, labels)
-    model, name = trained("hybrid", seed, setup, folder), f"steered-{prompts}-{labels}"
+    model, name = pretrain("hybrid", seed, setup, folder), f"steered-{prompts}-{labels}"
     block, trained_on = block_in(model), _fingerprint(model, setup, examples, steps)
 
     def write(made: Path) -> None:
@@ -123,24 +123,24 @@ def steered_by(method: str, seed: int, setup: Setup, folder: Path, prompts: Prom
     the block's output, with the best coefficient on the examples.
     """
     if method == "flow":
-        return steered(seed, setup, folder, prompts=prompts)
+        return train_steered(seed, setup, folder, prompts=prompts)
     parts, tokenizer = parts_of(prompts, seed, setup), setup.corpus.tokenizer
     examples = sentiment_examples(parts.train_prompts, parts.train_pairs, tokenizer)
-    model = trained("baseline" if method == "film" else "hybrid", seed, setup, folder)
+    model = pretrain("baseline" if method == "film" else "hybrid", seed, setup, folder)
     if method == "activation":
         return activation_steered(model, parts, examples, tokenizer)
-    return _fitted(method, model, 1, examples, seed, setup, f"{method} {prompts} {seed}")
+    return _fit(method, model, 1, examples, seed, setup, f"{method} {prompts} {seed}")
 
 
 def jointly_steered(method: str, seed: int, setup: Setup, folder: Path, examples: Sequence[Example]) -> Any:
     """Trains the hybrid, or the baseline for film, with a control for all `DIMENSIONS`, on the examples."""
-    model = trained("baseline" if method == "film" else "hybrid", seed, setup, folder)
+    model = pretrain("baseline" if method == "film" else "hybrid", seed, setup, folder)
     if method == "flow":
         widen_control(block_in(model), len(DIMENSIONS), seed)
-    return _fitted(method, model, len(DIMENSIONS), examples, seed, setup, f"{method} joint {seed}")
+    return _fit(method, model, len(DIMENSIONS), examples, seed, setup, f"{method} joint {seed}")
 
 
-def _fitted(method: str, model: Any, control_size: int, examples, seed: int, setup: Setup, description: str) -> Any:
+def _fit(method: str, model: Any, control_size: int, examples, seed: int, setup: Setup, description: str) -> Any:
     first, end = setup.size.replaced
     learned: Any
     if method in UNFROZEN:

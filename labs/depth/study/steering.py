@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import logit
 
-from condense.eval.intervals import LOGIT, band, interval, shown
+from condense.eval.intervals import LOGIT, band, format_seeds, interval
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 
@@ -25,7 +25,7 @@ from .data import described_line
 from .experiment import Experiment
 from .lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT
 from .lines import finish, groups, table
-from .pretraining import trained
+from .pretraining import pretrain
 from .steered import (
     BATCH,
     COEFFICIENTS,
@@ -102,7 +102,7 @@ class Steering(Experiment[Run]):
         if item.prompts == "joint":
             return measure_joint(item.method, item.seed, self.setup, self.output)
         kind: Any = item.prompts
-        before = trained("baseline" if item.method == "film" else "hybrid", item.seed, self.setup, self.output)
+        before = pretrain("baseline" if item.method == "film" else "hybrid", item.seed, self.setup, self.output)
         model = steered_by(item.method, item.seed, self.setup, self.output, kind)
         parts, tokenizer = parts_of(kind, item.seed, self.setup), self.setup.corpus.tokenizer
         prompts, pairs = (*parts.train_prompts, *parts.test_prompts), (*parts.train_pairs, *parts.test_pairs)
@@ -168,7 +168,7 @@ class Steering(Experiment[Run]):
                 _draw_effects(np.mean([*own.effects], axis=0), f"{NAMES[method]}, new prompts", panel)
 
 
-share_of_seeds = partial(shown, scale=LOGIT)
+share_of_seeds = partial(format_seeds, scale=LOGIT)
 
 
 def _groups(records: pd.DataFrame) -> pd.DataFrame:
@@ -181,7 +181,7 @@ def _groups(records: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _named(method: str, prompts: str) -> dict[str, Any]:
+def _name_cells(method: str, prompts: str) -> dict[str, Any]:
     """Returns the first cells of a model's row."""
     return {"trained on": TRAINED_ON[prompts], "method": NAMES[method]}
 
@@ -191,7 +191,7 @@ def _paper_table(records: pd.DataFrame, controls: Sequence[float], title: str) -
         """`pairs` are P(good) and P(bad) of each seed."""
         good, bad = (list(side) for side in zip(*pairs, strict=True))
         shares = [one / (one + other) for one, other in zip(good, bad, strict=True)] if share else []
-        cells = {"P(good)": shown(good, 4, LOGIT), "P(bad)": shown(bad, 4, LOGIT)}
+        cells = {"P(good)": format_seeds(good, 4, LOGIT), "P(bad)": format_seeds(bad, 4, LOGIT)}
         return first | {"u": u} | cells | {"share of good": share_of_seeds(shares)}
 
     rows = [
@@ -205,13 +205,13 @@ def _paper_table(records: pd.DataFrame, controls: Sequence[float], title: str) -
     for kind, own in groups(records, "method", "prompts"):
         for u in PAPER:
             good, bad = (own[side].str[controls.index(u)] for side in ("good", "bad"))
-            rows.append(row(_named(*kind), f"{u:+g}", zip(good, bad, strict=True)))
+            rows.append(row(_name_cells(*kind), f"{u:+g}", zip(good, bad, strict=True)))
     return table(title, rows)
 
 
 def _accuracy_table(lines: pd.DataFrame) -> Table:
     rows = [
-        _named(*kind) | {group: share_of_seeds(found.accuracy) for group, found in groups(own, "group")}
+        _name_cells(*kind) | {group: share_of_seeds(found.accuracy) for group, found in groups(own, "group")}
         for kind, own in groups(lines, "method", "prompts")
     ]
     return table("right where each is trained on one prompt or on many", rows)
@@ -224,7 +224,7 @@ def _held_out_table(lines: pd.DataFrame) -> Table:
             "group": group,
             "right": share_of_seeds(own.accuracy),
             "P(asked word)": share_of_seeds(own.asked),
-            "log odds from u = -1 to +1": shown(own["shift"]),
+            "log odds from u = -1 to +1": format_seeds(own["shift"]),
         }
         for (method, group), own in groups(lines, "method", "group")
     ]
@@ -236,8 +236,8 @@ def _cost_table(records: pd.DataFrame) -> Table:
     for kind, own in groups(records, "method", "prompts"):
         before, after = own.text_loss_before, pd.DataFrame([*own.text_loss], index=own.index)
         columns = {"u = 0": "0.0", "u = +1": "1.0", "u = -1": "-1.0"}
-        costs = {column: shown(after[u] - before) for column, u in columns.items()}
-        rows.append(_named(*kind) | {"before": shown(before)} | costs)
+        costs = {column: format_seeds(after[u] - before) for column, u in columns.items()}
+        rows.append(_name_cells(*kind) | {"before": format_seeds(before)} | costs)
     return table("loss on held-out text, after minus before the steering", rows)
 
 
@@ -255,7 +255,7 @@ def _effect_table(lines: pd.DataFrame) -> Table:
     rows = [
         {"method": NAMES[method], "control of": control}
         | {
-            f"log odds of {name}": shown([effects[c][d] for effects in own.effects], 2)
+            f"log odds of {name}": format_seeds([effects[c][d] for effects in own.effects], 2)
             for d, name in enumerate(DIMENSIONS)
         }
         for method, own in groups(lines, "method")

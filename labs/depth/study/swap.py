@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from condense import CondenseForCausalLM
-from condense.eval.intervals import shown
+from condense.eval.intervals import format_seeds
 from condense.eval.models import SETTINGS_OF_SOURCE, EvaluatedModel, generate
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
-from condense.eval.study.training import placed
+from condense.eval.study.training import place
 from condense.hub.fingerprint import fingerprint
 from condense.hub.loading import load_config, load_model, load_tokenizer
 from condense.training.small_llama import passkey_tokenizer, small_llama
@@ -118,7 +118,7 @@ class Swap(Experiment[Start]):
         with without_notices():
             model = load_model(CondenseForCausalLM, source, dtype=torch.float32, segment_length=self.scale.tokens)
         tokenizer = load_tokenizer(source, model.config)
-        return EvaluatedModel(Path(source).name, source, placed(model), tokenizer, fingerprint(source, weights=False))
+        return EvaluatedModel(Path(source).name, source, place(model), tokenizer, fingerprint(source, weights=False))
 
     @cached_property
     def texts(self) -> Texts:
@@ -198,7 +198,7 @@ class Swap(Experiment[Start]):
         convert_to_depth(model, first, end, seed=seed, control_size=0, steps=1 if arm == "one_step" else 4)
         if arm in FITTED:
             ids_BN = self.texts.train_BN[: self.scale.fit_rows]
-            ids_BN = shuffled(ids_BN, seed) if arm == "shuffled" else ids_BN
+            ids_BN = shuffle(ids_BN, seed) if arm == "shuffled" else ids_BN
             fit_field(model, original, ids_BN, path="layers" if arm == "layers_path" else "straight", seed=seed)
         return model
 
@@ -241,12 +241,12 @@ class Swap(Experiment[Start]):
             for arm, own in groups(of_range, "arm"):
                 missed = own[(own.tuned == "all") & (own.step == 0)].missed.dropna()
                 row = {"start": ARMS[arm], "parameters": f"{own.parameters.iloc[0]:,}"}
-                row["missed [%]"] = shown(100 * missed, 1)
+                row["missed [%]"] = format_seeds(100 * missed, 1)
                 for tuned, step in [("all", 0), *product(TUNED, sorted({50, last} & {*own.step}))]:
                     found = own[(own.tuned == tuned) & (own.step == step)]
-                    row[f"{step} steps, {TUNED[tuned]}" if step else "0 steps"] = shown(found.cost)
+                    row[f"{step} steps, {TUNED[tuned]}" if step else "0 steps"] = format_seeds(found.cost)
                 rows.append(row)
-            cost = f"cost of the swap [nats a token], the original has {_untouched(results):.3f}"
+            cost = f"cost of the swap [nats a token], the original has {_original_loss(results):.3f}"
             tables.append(table(f"layers {layers} ({RANGES[where]}): {cost}", rows))
         return [*tables, _paired_table(lines)]
 
@@ -280,7 +280,7 @@ def without(model: CondenseForCausalLM, first: int, end: int) -> CondenseForCaus
     return model
 
 
-def shuffled(ids_BN: torch.Tensor, seed: int) -> torch.Tensor:
+def shuffle(ids_BN: torch.Tensor, seed: int) -> torch.Tensor:
     """Shuffles each row separately; its first token stays."""
     generator = torch.Generator().manual_seed(seed)
     order_BN = torch.rand(ids_BN[:, 1:].shape, generator=generator).argsort(dim=1).to(ids_BN.device)
@@ -292,14 +292,14 @@ def _lines(results: Results) -> list[dict[str, Any]]:
     return [
         {name: record[name] for name in ("where", "arm", "seed", "parameters", "missed")}
         | {"layers": ":".join(map(str, record["layers"])), "tuned": tuned, "step": step}
-        | {"loss": loss, "cost": loss - _untouched(results)}
+        | {"loss": loss, "cost": loss - _original_loss(results)}
         for record in results["records"]
         for tuned, losses in record["losses"].items()
         for step, loss in zip(results["scale"]["steps"], losses, strict=True)
     ]
 
 
-def _untouched(results: Results) -> float:
+def _original_loss(results: Results) -> float:
     """Returns the original's loss before any training."""
     return next(record for record in results["records"] if record["arm"] == "original")["losses"]["all"][0]
 
@@ -316,6 +316,6 @@ def _paired_table(lines: pd.DataFrame) -> Table:
         if paired.empty:
             continue  # without the layers there is no block to train
         named = {"start": ARMS[arm], "minus": ARMS[other], "layers": paired.layers.iloc[0], "trained": trained}
-        differences = {f"{n} steps": shown(found.loss_x - found.loss_y) for n, found in groups(paired, "step")}
+        differences = {f"{n} steps": format_seeds(found.loss_x - found.loss_y) for n, found in groups(paired, "step")}
         rows.append(named | differences)
     return table("differences of two starts, paired by seed [nats a token]", rows)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM
-from condense.eval.intervals import mean_and_interval, written
-from condense.eval.options import stored
+from condense.eval.intervals import format_mean, mean_and_interval
+from condense.eval.options import identify
 from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
@@ -22,11 +22,11 @@ from condense.eval.study.study import Study
 from condense.eval.study.training import (
     DTYPE,
     PAPERS_MEMORY,
-    annealed,
+    anneal,
     fingerprint,
     inputs_folder,
     make_once,
-    placed,
+    place,
     study_recipe,
 )
 from condense.eval.tables import select
@@ -94,7 +94,7 @@ class Ingredients(Study[Trained]):
         trained = {name: one._replace(title="", twin=None)._asdict() for name, one in INGREDIENTS.items()}
         constants = [trained, TOTAL_LENGTH, TEMPLATES]
         asked = [asdict(item) for probe in (Counting, Sums) for item in self.asked(probe)]
-        return stored(self.options) | {"dtype": DTYPE, "made_of": fingerprint(constants), "asked": fingerprint(asked)}
+        return identify(self.options) | {"dtype": DTYPE, "made_of": fingerprint(constants), "asked": fingerprint(asked)}
 
     def items(self) -> list[Trained]:
         return [
@@ -122,7 +122,7 @@ class Ingredients(Study[Trained]):
 
     def load(self, item: Trained) -> Any:
         """Loads a trained model."""
-        return placed(CLASSES[INGREDIENTS[item.ingredient].model].from_pretrained(self.recipe(item).output))
+        return place(CLASSES[INGREDIENTS[item.ingredient].model].from_pretrained(self.recipe(item).output))
 
     @cached_property
     def inputs(self) -> Path:
@@ -183,7 +183,7 @@ class Ingredients(Study[Trained]):
             output=self.output / "models" / item.folder,
             stage=(TOTAL_LENGTH, steps),
             batch=options.batch,
-            optimizer=annealed(options.learning_rate, steps),
+            optimizer=anneal(options.learning_rate, steps),
             evaluation={"every": max(1, steps // 8), "sequences": 128},
             seed=item.seed,
             **fields,
@@ -226,11 +226,11 @@ class Ingredients(Study[Trained]):
         for ingredient in results["ingredients"]:
             models, (name, twin, *_) = select(results["models"], ingredient=ingredient), INGREDIENTS[ingredient]
             found = {figure: [model["figures"][figure] for model in models] for figure in FIGURES}
-            cells = [written(mean_and_interval(values, *bounds(figure))) for figure, values in found.items()]
+            cells = [format_mean(mean_and_interval(values, *bounds(figure))) for figure, values in found.items()]
             rows.append([name, f"{models[0]['parameters']:,}", *cells])
             if twin is not None:
                 cells = [
-                    written(mean_and_interval([model["more"][figure] for model in models])) for figure in FRACTIONS
+                    format_mean(mean_and_interval([model["more"][figure] for model in models])) for figure in FRACTIONS
                 ]
                 differences.append([name, INGREDIENTS[twin].title, *cells])
         tables = [Table("how they read fractions", ["model", "parameters", *FIGURES], rows)]

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from condense.eval.benchmark.timing import synchronize
 from condense.eval.intervals import interval
 from condense.eval.tasks.variants import variant
-from condense.eval.tasks.window_attention import WINDOW_SINKS, windowed
+from condense.eval.tasks.window_attention import WINDOW_SINKS, attend_to_window
 from condense.utils.text import encode
 
 STOCK, SINK = "stock", "+sink"
@@ -235,7 +235,7 @@ def last_two_losses(model: Any, ids_BN: torch.Tensor, segment_length: int) -> np
 
 def window_losses(stock: Any, ids_BN: torch.Tensor, segment_length: int) -> np.ndarray:
     """Returns the losses [B, S] by StreamingLLM's window of as many keys as two segments, sinks among them."""
-    with windowed(stock, 2 * segment_length, min(WINDOW_SINKS, segment_length)):
+    with attend_to_window(stock, 2 * segment_length, min(WINDOW_SINKS, segment_length)):
         return segment_losses(stock, ids_BN, segment_length, rows=1)
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from condense.eval.intervals import bracketed
+from condense.eval.intervals import format_interval
 from condense.eval.results import Table, groups_of, picture
 
 LINEAR_BELOW = 0.01  # of the axis of costs, in nats
@@ -42,7 +42,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 def _mean(one: dict[str, Any], *names: str) -> str:
     if one[names[0]] is None:
         return "not finite"
-    return bracketed((one[name] for name in names), ".4f")
+    return format_interval((one[name] for name in names), ".4f")
 
 
 def draw(results: dict[str, Any], folder: Path) -> None:

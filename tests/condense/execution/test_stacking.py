@@ -259,7 +259,7 @@ def test_concurrent_first_waves_share_one_stack(monkeypatch):
 
     The test slows down reads of the list of layers, which holds the stack, so that the threads overlap there.
     """
-    described = stacking._described
+    described = stacking._describe
 
     def slow_described(module):
         if isinstance(module, nn.ModuleList):
@@ -267,7 +267,7 @@ def test_concurrent_first_waves_share_one_stack(monkeypatch):
                 time.sleep(0.005)
         return described(module)
 
-    monkeypatch.setattr(stacking, "_described", slow_described)
+    monkeypatch.setattr(stacking, "_describe", slow_described)
     model, ids = tiny_model(schedule="wavefront"), random_ids(1, 30)
     expected = tiny_model(schedule="sequential")(ids).logits
     barrier = threading.Barrier(4)

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from condense import CondenseForCausalLM, FoldedCache, to_stock
 from condense.labs.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
 from condense.labs.depth import convert_to_depth
-from condense.state.cache_argument import CACHE, CACHE_NAMES, cache_of, renamed
+from condense.state.cache_argument import CACHE, CACHE_NAMES, cache_of, rename_cache
 
 from ..models import random_ids, tiny_config, tiny_model
 
@@ -56,10 +56,10 @@ def test_two_caches_are_refused(kind):
 
 def test_renamed_arguments():
     cache = FoldedCache(tiny_config())
-    assert renamed({"a": 1}) == {"a": 1}
-    assert renamed({"a": 1, "cache": None}) == {"a": 1}
-    assert renamed({"past_key_values": cache}, "cache") == {"cache": cache}
-    assert renamed({"past_key_values": None, "cache": cache}, "past_key_values") == {"past_key_values": cache}
+    assert rename_cache({"a": 1}) == {"a": 1}
+    assert rename_cache({"a": 1, "cache": None}) == {"a": 1}
+    assert rename_cache({"past_key_values": cache}, "cache") == {"cache": cache}
+    assert rename_cache({"past_key_values": None, "cache": cache}, "past_key_values") == {"past_key_values": cache}
 
 
 @pytest.mark.parametrize("method", [CondenseForCausalLM.forward, CondenseForCausalLM.prepare_inputs_for_generation])

@@ -11,7 +11,7 @@ from condense.eval.report import write_report
 from condense.eval.runner import measure
 from condense.eval.statistics import wilson
 from condense.eval.tasks import evaluate
-from condense.eval.tasks.facts import Facts, tracked
+from condense.eval.tasks.facts import Facts, estimate_tracked
 from condense.eval.tasks.options import FactsOptions
 from condense.training.data.fact_kinds import KINDS, PLACES, all_texts, candidates, guess_accuracies, pick, tell
 from condense.training.data.facts import FactsTask
@@ -138,7 +138,7 @@ def test_a_model_that_knows_some_facts_and_guesses_the_others(knows, says_last):
             counts += [said in others, 1, 0, 0]
     other = guess_accuracies("one_fact", 6)[1]
     fields = "others_said", "others_total", "unguessed_correct", "unguessed_total"
-    share, low, high = tracked(**dict(zip(fields, counts.tolist(), strict=True)), other=other)
+    share, low, high = estimate_tracked(**dict(zip(fields, counts.tolist(), strict=True)), other=other)
     assert share == pytest.approx(knows, abs=0.05) and low < share < high < low + 0.1
 
 
@@ -152,7 +152,9 @@ def test_a_reader_who_prefers_one_of_the_other_words_hardly_seems_to_track(kind,
                  for story in (tell(kind, num_facts, generator) for _ in range(1500))]  # fmt: skip
         right = [words[preferred] == answer for words, answer in found if words[0] != answer]
         counts = {"unguessed_correct": sum(right), "unguessed_total": len(right)}
-        share, _, _ = tracked(**counts, others_said=1, others_total=1, other=guess_accuracies(kind, num_facts)[1])
+        share, _, _ = estimate_tracked(
+            **counts, others_said=1, others_total=1, other=guess_accuracies(kind, num_facts)[1]
+        )
         assert share < 0.16  # of c, which is 1 here
 
 

@@ -7,7 +7,7 @@ import yaml
 
 from condense.training.data import document_task
 from condense.training.data.answers import AnswerExamples
-from condense.training.data.continued import Lot, continued
+from condense.training.data.continued import Lot, continue_run
 from condense.training.data.tasks import make_examples
 from condense.training.recipe import Stage, load_recipe
 from condense.training.small_llama import word_tokenizer
@@ -100,7 +100,7 @@ QUESTIONS = Documents([100] * 10 + [2000] * 4, given=2)
 
 def numbers(lots, total_length):
     """Returns the documents of all sequences of a length that a run asks for."""
-    examples = continued(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)
+    examples = continue_run(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)
     asked = max(lot.asked[total_length] for lot in lots)
     return [int(examples.sequence(number, total_length)[0].input_ids[0]) // 100 for number in range(asked)]
 
@@ -121,4 +121,4 @@ def test_a_length_without_further_sequences_asks_no_new_documents():
 )
 def test_further_sequences_that_no_document_fits_into_are_refused_at_once(lots):
     with pytest.raises(ValueError, match="no prompt with its answer fits into total_length=512"):
-        continued(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)
+        continue_run(lambda first, last: AnswerExamples(QUESTIONS, first, last, seed=3), 0, lots)

@@ -56,7 +56,7 @@ def copied(monkeypatch):
     """Which sides of each product for weight gradients were copied, by the widths of its input and outputs: the input,
     or the gradients."""
     found, joined = defaultdict(set), []
-    plain, add_waiting = group_buffers._joined, GroupBuffers._add_waiting
+    plain, add_waiting = group_buffers._join, GroupBuffers._add_waiting
 
     def join(parts):
         joint = plain(parts)
@@ -71,7 +71,7 @@ def copied(monkeypatch):
             "gradients" if number else "input" for number, was_copied in enumerate(joined) if was_copied
         }
 
-    monkeypatch.setattr(group_buffers, "_joined", join)
+    monkeypatch.setattr(group_buffers, "_join", join)
     monkeypatch.setattr(GroupBuffers, "_add_waiting", add)
     return found
 

@@ -6,7 +6,7 @@ import pytest
 
 from condense.labs.continuity.study.aggregation import SET
 from condense.labs.continuity.study.classes import DIGITS
-from condense.labs.continuity.study.control import NOT_DONE, RIGHT, compared, control_table, verdict, with_other_labels
+from condense.labs.continuity.study.control import NOT_DONE, RIGHT, compare, control_table, verdict, with_other_labels
 from condense.labs.continuity.study.counts import Counting
 from condense.labs.continuity.study.space import Space
 from condense.labs.continuity.study.sums import Sums
@@ -47,10 +47,10 @@ def test_undefined_figures_leave_records_and_labels_out():
 
 
 def test_shares_have_wilsons_interval():
-    found = compared({RIGHT: [(0.0, 0.25)] * 60})[RIGHT]
+    found = compare({RIGHT: [(0.0, 0.25)] * 60})[RIGHT]
     assert found["own"] == {"mean": 0.0, "low": 0.0, "high": pytest.approx(0.0602, abs=1e-3)}
     assert found["difference"]["mean"] == found["difference"]["high"] == -0.25 and found["records"] == 60
-    assert compared({"P1": []})["P1"]["own"] == {"mean": None, "low": None, "high": None}
+    assert compare({"P1": []})["P1"]["own"] == {"mean": None, "low": None, "high": None}
 
 
 def verdicts(probe, records):

@@ -260,7 +260,7 @@ def test_the_dial_by_the_equations(num_tokens, memory_source, words):
     reader = folded_reader(words, memory_source=memory_source)
     ids_N = torch.randint(3, len(words), (num_tokens,), generator=torch.Generator().manual_seed(num_tokens))
     dials = (0.01, 0.5, 1.0, 40.0)
-    found_FNV = memory.dialled(reader, Sentence(ids_N), dials, keep=num_tokens)
+    found_FNV = memory.turn_dials(reader, Sentence(ids_N), dials, keep=num_tokens)
     assert found_FNV.dtype == torch.float64
     for dial, found_NV in zip(dials, found_FNV, strict=True):
         expected_NV = dialled_reference(reader.lm.model, ids_N, dial).softmax(-1)
@@ -273,16 +273,16 @@ def test_the_dial_by_the_equations(num_tokens, memory_source, words):
 @pytest.mark.parametrize("keep", [1, 2, 3, 5, 9])
 def test_the_last_samples_of_all_dials(keep, words, monkeypatch):
     reader, ids_N = folded_reader(words), torch.arange(3, 13)
-    whole_FNV = memory.dialled(reader, Sentence(ids_N), memory.DIALS[:7], keep=10)
+    whole_FNV = memory.turn_dials(reader, Sentence(ids_N), memory.DIALS[:7], keep=10)
     monkeypatch.setattr(memory, "TOKENS_AT_ONCE", 3 * 3 * 4)  # three dials at once
-    rows, call = [], memory._dialled
+    rows, call = [], memory._turn_dials
 
     def noted(model, embedded_ND, dials, *rest):
         rows.append(len(dials))
         return call(model, embedded_ND, dials, *rest)
 
-    monkeypatch.setattr(memory, "_dialled", noted)
-    torch.testing.assert_close(memory.dialled(reader, Sentence(ids_N), memory.DIALS[:7], keep), whole_FNV[:, -keep:])
+    monkeypatch.setattr(memory, "_turn_dials", noted)
+    torch.testing.assert_close(memory.turn_dials(reader, Sentence(ids_N), memory.DIALS[:7], keep), whole_FNV[:, -keep:])
     assert rows == [3, 3, 1]
 
 
@@ -296,10 +296,10 @@ def test_the_dial_at_one_is_the_model():
     sentence = reader.sentence(counting_prompt("apple", 9, "fruit", "a fruit", "apart", 4)[0])
     assert len(sentence) > 2 * 48
     plain_NV = reader.lm.logits(sentence).double().softmax(-1)
-    dialled_FNV = memory.dialled(reader, sentence, (1.0, 0.01), keep=60)
+    dialled_FNV = memory.turn_dials(reader, sentence, (1.0, 0.01), keep=60)
     torch.testing.assert_close(dialled_FNV[0], plain_NV[-60:], rtol=1e-4, atol=1e-9)
     assert (dialled_FNV[1] - plain_NV[-60:]).abs().max() > 1e-6
-    alone_FNV = memory.dialled(reader, sentence, (0.01,), keep=1)
+    alone_FNV = memory.turn_dials(reader, sentence, (0.01,), keep=1)
     torch.testing.assert_close(alone_FNV[0, 0], dialled_FNV[1, -1], rtol=1e-4, atol=1e-9)
 
 
@@ -339,7 +339,7 @@ def test_memory_items_one_by_one():
     placed = memory.words_at_distance(reader, shrinks)
     assert memory.Memory.record(reader, shrinks) == reader.record(placed)
     record = memory.Memory.record(reader, turned)
-    expected_FV = memory.dialled(reader, reader.sentence(placed.text), (0.1, 1.0, 2.0), keep=1)[:, 0]
+    expected_FV = memory.turn_dials(reader, reader.sentence(placed.text), (0.1, 1.0, 2.0), keep=1)[:, 0]
     four = reader.tokenizer.convert_tokens_to_ids("4")
     assert record["recall"] == pytest.approx(expected_FV[:, four].tolist(), rel=1e-5)
     assert record["recall"] == record["curves"]["4"] and list(record["curves"]) == DIGITS

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from condense.labs.depth import set_solver
 from condense.labs.depth.study.models import ARMS, PAPER, SMALL, block_of, build, num_parameters
-from condense.labs.depth.study.pretraining import held_out_loss, log_of, model_folder, train, trained
+from condense.labs.depth.study.pretraining import held_out_loss, log_of, model_folder, pretrain, train
 
 pytestmark = pytest.mark.unit
 
@@ -61,17 +61,17 @@ def test_the_twins_are_residual_steps_of_their_own_weights(arm, times):
 
 def test_trained_models_are_stored(setup, tmp_path):
     short = setup._replace(size=SMALL.__class__(**{**vars(SMALL), "steps": 3}))
-    model = trained("hybrid", 0, short, tmp_path)
+    model = pretrain("hybrid", 0, short, tmp_path)
     log = log_of("hybrid", 0, short, tmp_path)
     assert [len(log[name]) for name in ("loss", "gradient_norm", "block_gradient_norm", "alpha")] == [3, 3, 3, 4]
     assert log["alpha"][-1] == pytest.approx(block_of(model).alpha.item())
     before = (model_folder("hybrid", 0, tmp_path) / "model.safetensors").stat().st_mtime_ns
-    again = trained("hybrid", 0, short, tmp_path)
+    again = pretrain("hybrid", 0, short, tmp_path)
     assert (model_folder("hybrid", 0, tmp_path) / "model.safetensors").stat().st_mtime_ns == before
     for weight, stored in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(weight, stored)
     with pytest.raises(ValueError, match="holds a model of another size or text"):
-        trained("hybrid", 0, setup, tmp_path)
+        pretrain("hybrid", 0, setup, tmp_path)
 
 
 def test_a_step_that_is_not_finite_changes_nothing(setup):

@@ -60,7 +60,7 @@ def test_differences_are_paired(measured):
 
 def test_more_seeds_go_on(measured, monkeypatch):
     folder, results, _ = measured
-    monkeypatch.setattr(stability, "trained", lambda *given: pytest.fail("was measured"))
+    monkeypatch.setattr(stability, "pretrain", lambda *given: pytest.fail("was measured"))
     monkeypatch.setattr(stability.Stability, "draw", lambda *given: None)
     again = depth("stability", folder, DepthOptions(small=True, seeds=1))
     assert again["records"] == [record for record in results["records"] if record["seed"] == 0]

@@ -13,7 +13,7 @@ from condense.labs.depth.study import steered
 from condense.labs.depth.study.interventions import Intervention, difference_of_means, intervene
 from condense.labs.depth.study.lexicon import DIMENSIONS, PAPER_PAIR, PAPER_PROMPT, lexicon
 from condense.labs.depth.study.models import SMALL, block_of, build
-from condense.labs.depth.study.pretraining import trained
+from condense.labs.depth.study.pretraining import pretrain
 from condense.labs.depth.study.words import encode_prompt, encode_word, paired_log_probs, word_log_probs
 
 PROMPTS = [(5, 6, 7), (8, 9), (5, 6, 7, 8, 9)]
@@ -192,16 +192,16 @@ def test_another_number_of_controls_keeps_the_flow(model):
 
 def test_a_steered_block_is_kept(setup, tmp_path, monkeypatch):
     monkeypatch.setattr(steered, "STEPS", 2)
-    made = steered.steered(0, setup, tmp_path, prompts="many")
-    swapped = steered.steered(0, setup, tmp_path, labels="swapped", prompts="many")
+    made = steered.train_steered(0, setup, tmp_path, prompts="many")
+    swapped = steered.train_steered(0, setup, tmp_path, labels="swapped", prompts="many")
     monkeypatch.setattr(steered, "fit", None)
-    found = steered.steered(0, setup, tmp_path, prompts="many")
+    found = steered.train_steered(0, setup, tmp_path, prompts="many")
     for kept, parameter in zip(found.parameters(), made.parameters(), strict=True):
         assert torch.equal(kept, parameter)
     assert any(not torch.equal(a, b) for a, b in zip(made.parameters(), swapped.parameters(), strict=True))
     monkeypatch.setattr(steered, "STEPS", 3)
     with pytest.raises(ValueError, match="other prompts or steps"):
-        steered.steered(0, setup, tmp_path, prompts="many")
+        steered.train_steered(0, setup, tmp_path, prompts="many")
 
 
 @pytest.mark.parametrize("change", ["size", "weights"])
@@ -209,7 +209,7 @@ def test_a_block_of_another_model_is_refused(change, setup, tmp_path, monkeypatc
     """The model below the block is another one, and its examples are the same."""
     monkeypatch.setattr(steered, "STEPS", 2)
     setup = setup._replace(size=replace(setup.size, steps=2))
-    steered.steered(0, setup, tmp_path)
+    steered.train_steered(0, setup, tmp_path)
     if change == "weights":  # as if the folder held the model of another machine
         path = tmp_path / "models" / "hybrid-0" / "model.safetensors"
         weights = load_file(path)
@@ -219,7 +219,7 @@ def test_a_block_of_another_model_is_refused(change, setup, tmp_path, monkeypatc
         shutil.rmtree(tmp_path / "models" / "hybrid-0")
         setup = setup._replace(size=replace(setup.size, learning_rate=1e-3))
     with pytest.raises(ValueError, match="trained in another model"):
-        steered.steered(0, setup, tmp_path)
+        steered.train_steered(0, setup, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_block_of_another_model_is_refused(change, setup, tmp_path, monkeypatc
 )
 def test_more_than_the_block_is_trained(method, frozen, setup, tmp_path, monkeypatch):
     setup = setup._replace(size=replace(setup.size, steps=2))
-    before = dict(trained("hybrid", 0, setup, tmp_path).named_parameters())
+    before = dict(pretrain("hybrid", 0, setup, tmp_path).named_parameters())
     monkeypatch.setitem(steered.LEARNING_RATE, method, 1e-2)
     model = steered.steered_by(method, 0, setup, tmp_path, "paper")
     same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}

@@ -13,7 +13,7 @@ from condense.eval.runner import run
 from condense.labs.depth import convert_to_depth, missed_share
 from condense.labs.depth.model.initialization import layer_states
 from condense.labs.depth.study.options import DepthOptions
-from condense.labs.depth.study.swap import ARMS, RANGES, Swap, shuffled, without
+from condense.labs.depth.study.swap import ARMS, RANGES, Swap, shuffle, without
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_finetuning_changes_the_block_alone(swap):
 
 def test_shuffled_rows_have_the_same_tokens(swap):
     ids = swap.texts.train_BN
-    mixed = shuffled(ids, 0)
+    mixed = shuffle(ids, 0)
     assert torch.equal(mixed[:, 0], ids[:, 0]) and not torch.equal(mixed, ids)
     assert torch.equal(mixed.sort().values, ids.sort().values)
     assert len({tuple(row.tolist()) for row in ids}) == len(ids)  # texts of their own

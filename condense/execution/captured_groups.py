@@ -122,7 +122,7 @@ def pairs_of(tensors: Sequence[torch.Tensor]) -> list[Memory]:
     return [Memory(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
-class Flight:
+class PendingBackward:
     """A text between the forward and the backward pass of a stored group; it ends with autograd's graph."""
 
     ended = False
@@ -218,10 +218,10 @@ class RecomputedGroup(TrainedGroup):
     def _compute_again(self) -> Tensors:
         return self._gradients(*self._compute_with_gradients())
 
-    def begin(self) -> Flight:
-        return Flight()
+    def begin(self) -> PendingBackward:
+        return PendingBackward()
 
-    def backward(self, flight: Flight, inputs: Tensors, gradients: Tensors) -> Tensors:
+    def backward(self, pending: PendingBackward, inputs: Tensors, gradients: Tensors) -> Tensors:
         self._copy((*self.inputs, *self.gradients), (*inputs, *gradients))
         self._begin_pass()
         self._backward()
@@ -231,8 +231,8 @@ class RecomputedGroup(TrainedGroup):
 class StoredGroup(TrainedGroup):
     """Works without checkpointing: the activations of one text at a time wait in the memory of the graphs."""
 
-    def __init__(self, *arguments: Any, flights: "Flights", **keywords: Any):
-        self.flights = flights
+    def __init__(self, *arguments: Any, pool_owner: "PoolOwner", **keywords: Any):
+        self.pool_owner = pool_owner
         self._stored: Any = None  # leaves, outputs and buffers, between the two computations
         super().__init__(*arguments, **keywords)
 
@@ -253,36 +253,36 @@ class StoredGroup(TrainedGroup):
         stored, self._stored = self._stored, None  # the warm-up's buffers must be gone when the capture begins
         return self._gradients(*stored)
 
-    def begin(self) -> Flight:
-        return self.flights.begin()
+    def begin(self) -> PendingBackward:
+        return self.pool_owner.begin()
 
-    def backward(self, flight: Flight, inputs: Tensors, gradients: Tensors) -> Tensors:
-        self.flights.check(flight)
+    def backward(self, pending: PendingBackward, inputs: Tensors, gradients: Tensors) -> Tensors:
+        self.pool_owner.check(pending)
         self._copy(self.gradients, gradients)
         self._begin_pass()
         self._backward()
-        flight.ended = True
+        pending.ended = True
         return self._copies(self.input_gradients)
 
 
-class Flights:
+class PoolOwner:
     """The text whose activations are in the pool of stored groups."""
 
     def __init__(self) -> None:
-        self._latest: ref[Flight] | None = None
+        self._latest: ref[PendingBackward] | None = None
 
-    def begin(self) -> Flight:
-        flight = Flight()
-        self._latest = ref(flight)
-        return flight
+    def begin(self) -> PendingBackward:
+        pending = PendingBackward()
+        self._latest = ref(pending)
+        return pending
 
     def is_busy(self) -> bool:
-        flight = None if self._latest is None else self._latest()
-        return flight is not None and not flight.ended
+        pending = None if self._latest is None else self._latest()
+        return pending is not None and not pending.ended
 
-    def check(self, flight: Flight) -> None:
+    def check(self, pending: PendingBackward) -> None:
         """Raises `ValueError` if a backward pass has overwritten the activations with its gradients."""
-        if flight.ended or self._latest is None or self._latest() is not flight:
+        if pending.ended or self._latest is None or self._latest() is not pending:
             raise ValueError(
                 "a second backward pass through a call: a captured CUDA graph has written over its activations. Set "
                 "model.config.schedule='wavefront' for calls whose graph is kept (retain_graph=True)."
@@ -299,7 +299,7 @@ class CapturedGroups:
         self._layers, self.stack, self.thread = ref(layers), stack, threading.get_ident()
         self.device = next(layers.parameters()).device
         self.graphs = GRAPHS[self.device.type]
-        self.flights = Flights()
+        self.pool_owner = PoolOwner()
         self.num_runs = 0
         self._uses: Counter[tuple] = Counter()
         self._refused: set[tuple] = set()
@@ -323,7 +323,7 @@ class CapturedGroups:
             return False  # within a backward pass a capture would add to its sums
         if torch.is_grad_enabled() and moves_saved_tensors():
             return False
-        if self._is_stored(group) and self.flights.is_busy():
+        if self._is_stored(group) and self.pool_owner.is_busy():
             return False
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # by the caller
@@ -376,7 +376,7 @@ class CapturedGroups:
         if not torch.is_grad_enabled():
             return CapturedGroup(*arguments)
         if stored:
-            return StoredGroup(*arguments, sums=self.sums, flights=self.flights)
+            return StoredGroup(*arguments, sums=self.sums, pool_owner=self.pool_owner)
         return RecomputedGroup(*arguments, sums=self.sums)
 
     def _is_stored(self, group: Group) -> bool:

@@ -27,7 +27,7 @@ from ..ops.shared_weights import begin
 from ..ops.transforms import is_transformed
 from ..segmentation import SegmentPositions
 from ..state.memory import RecurrentState
-from .captured_groups import CapturedGroup, Flight, Group, captured_groups_of, pairs_of
+from .captured_groups import CapturedGroup, Group, PendingBackward, captured_groups_of, pairs_of
 from .checkpointing import CheckpointFunction, storage_of
 from .cuda_graph import GRAPHS, STATIC_IMPLEMENTATIONS
 from .executor import ChunkOutput, Executor
@@ -112,7 +112,7 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def forward(ctx, captured: Any, group: Group, num_inputs: int, *inputs_and_tokens: torch.Tensor):
         inputs = inputs_and_tokens[:num_inputs]
-        ctx.captured, ctx.tables, ctx.flight = captured, group.tables, captured.begin()
+        ctx.captured, ctx.tables, ctx.pending = captured, group.tables, captured.begin()
         ctx.versions, ctx.num_tokens = versions(captured.sums.values()), len(inputs_and_tokens) - num_inputs
         ctx.save_for_backward(*inputs)
         return captured.forward((*group.tables, *inputs))
@@ -125,8 +125,8 @@ class _Group(torch.autograd.Function):
                 "the model's weights have changed since the forward pass, in place: call backward() before weights "
                 "change."
             )
-        flight: Flight = ctx.flight
-        gradients = ctx.captured.backward(flight, (*ctx.tables, *ctx.saved_tensors), output_gradients)
+        pending: PendingBackward = ctx.pending
+        gradients = ctx.captured.backward(pending, (*ctx.tables, *ctx.saved_tensors), output_gradients)
         return None, None, None, *gradients, *[None] * ctx.num_tokens
 
 

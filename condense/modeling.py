@@ -22,13 +22,12 @@ from .execution import default_checkpoint_segments, is_sharded, make_executor, s
 from .execution.checkpointing import CheckpointFunction
 from .execution.static_decoding import can_decode, decode, fixed_decoding_of
 from .generation.mixin import FoldedGenerationMixin
-from .hidden_states import LayerOutputs
 from .hub.pretrained_model import CondensePreTrainedModel
 from .hub.source_name import name_as_in_memory
 from .layers import RMSNorm
 from .ops.linear import apply_linear
 from .ops.shared_weights import share_weights
-from .outputs import CondenseModelOutput, CondenseOutput, OutputAccumulator
+from .outputs import CondenseModelOutput, CondenseOutput, LayerOutputs, OutputAccumulator
 from .packing import PackedDocuments, find_documents
 from .rotary import RotaryEmbedding
 from .segmentation import UnpaddedBatch

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from condense import FoldedCache
-from condense.hidden_states import HiddenStateAccumulator
+from condense.outputs import HiddenStateAccumulator
 
 from ...refusals import assert_refused
 from ..models import MEMORIES, assert_rows_alone, logits_in_parts, random_durations, random_ids, tiny_model

@@ -25,7 +25,7 @@ EMBEDDED_TOKENS = 2**13  # at once, padding included: embeddings exist before th
 MARKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
-def is_by_token(embedding: nn.Module | None) -> TypeGuard[nn.Embedding]:
+def is_pointwise(embedding: nn.Module | None) -> TypeGuard[nn.Embedding]:
     """Returns whether an embedding is known to treat each token alone."""
     return is_plain(embedding, nn.Embedding, besides=MARKS)
 
@@ -54,7 +54,7 @@ class ChunkEmbedder:
         self.embedding, self.batch = embedding, batch
         self._upcoming = deque(chunks)
         self._embedded: deque[tuple[Chunk, torch.Tensor]] = deque()
-        if not inputs.is_floating_point() and not is_by_token(embedding):
+        if not inputs.is_floating_point() and not is_pointwise(embedding):
             assert embedding is not None, "a model without an embedding layer needs embeddings"
             inputs = embedding(inputs)
         self.inputs = as_hidden(inputs) if inputs.is_floating_point() else inputs

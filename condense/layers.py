@@ -6,8 +6,8 @@
 
 X is the layer's input and Y its output for the current segment. The memory M is the layer's own output Y for the
 segment before, its input X (`memory_source="layer_input"`), or X + a (Y - X) with a share a between them. M is
-projected once, at the end of its chunk, and the next segment receives its keys and values, the first of them perhaps
-a sink's; an input that passes its gradient on has been projected already, as X'.
+projected once, at the end of its chunk, and the next segment receives its keys and values. The model may put a sink's
+in place of the first. An input that passes its gradient on needs no second projection: it has been projected as X'.
 The parameters have a Llama's names, with the biases and norms of the checkpoint's family. Bands of layers compute the
 same equations (`execution.band`).
 
@@ -95,7 +95,7 @@ class CondenseAttention(nn.Module):
         query_RHTE, key_RGKE = rotate(query_RHTE, metadata.rotary), rotate(key_RGTE, metadata.rotary)
         value_RGKE = value_RGTE
         if key_values is not None:
-            key_RGKE, value_RGKE = key_values.extend(key_RGKE, value_RGKE, metadata.chunk)
+            key_RGKE, value_RGKE = key_values.extend(key_RGKE, value_RGKE, metadata.chunk)  # [M' ; X']
         dropout = self.config.attention_dropout if self.training else 0.0
         implementation = self.config._attn_implementation
         attended_RTx = attend(implementation, query_RHTE, key_RGKE, value_RGKE, metadata.mask, self.scale, dropout)

@@ -13,7 +13,7 @@ from condense.cli.measure import Measure, Text, check_measurable, measured_field
 from condense.eval.command import quiet
 from condense.eval.options import DTYPE_HELP, parameters
 from condense.laboratories import BLOCK_OPTIONS
-from condense.memory_share import parse_share, parse_sink
+from condense.utils.memory_options import parse_share, parse_sink
 
 BlockOptions: Any = resolve_name(BLOCK_OPTIONS)
 

@@ -7,7 +7,7 @@ from ..embedding import ChunkEmbedder
 from ..state.memory import RecurrentState, TransientState
 from .checkpointing import CheckpointedExecutor, CheckpointFunction
 from .executor import Executor
-from .graph import SEGMENTS, GraphExecutor
+from .graph import INFERENCE_SEGMENTS, GraphExecutor
 from .selection import Schedule, choose_schedule, default_checkpoint_segments, is_sharded, schedule_for
 from .sequential import SequentialExecutor
 from .wavefront import WavefrontExecutor
@@ -33,7 +33,9 @@ def make_executor(
         executor = CheckpointedExecutor(kind, layers, state, embed, checkpoint, checkpoint_segments)
     if schedule.stack is None:
         return executor
-    segments = checkpoint_segments if checkpoint is not None else None if torch.is_grad_enabled() else SEGMENTS
+    segments = (
+        checkpoint_segments if checkpoint is not None else None if torch.is_grad_enabled() else INFERENCE_SEGMENTS
+    )
     return GraphExecutor(layers, schedule.stack, state, embed, executor, checkpoint, segments)
 
 

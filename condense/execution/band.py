@@ -64,15 +64,15 @@ class Band(NamedTuple):
             return join([use_weight(one)[None] for one in parameter.all[self.layers]])
         return used_part(self.part(name), self.sums[name], self.layers) if name in self.sums else self.part(name)
 
-    def rows(
+    def workspace(
         self, name: str, like_RTx: torch.Tensor, width: int | None = None, of_gradients: bool = False
     ) -> torch.Tensor | None:
-        """Returns the memory [m, n, width] for the input of a linear map and of those beside it, or for the gradients
-        of their outputs; None for new tensors."""
+        """Returns the workspace [m, n, width] for the input of a linear map and of those beside it, or for the
+        gradients of their outputs; None for new tensors."""
         if self.buffers is None or not uses_kernels(like_RTx):
             return None
         width = like_RTx.shape[-1] if width is None else width
-        return self.buffers.rows(f"{name}.weight", self.layers, self.newest, width, like_RTx, of_gradients)
+        return self.buffers.workspace(f"{name}.weight", self.layers, self.newest, width, like_RTx, of_gradients)
 
 
 class BandMetadata(NamedTuple):
@@ -162,8 +162,8 @@ def _mlp(band: Band, normed_RTD: torch.Tensor) -> torch.Tensor:
     mlp = band.stack.layers[0].mlp
     gate_RTF, up_RTF = _products(band, (GATE, UP), normed_RTD)
     if mlp.has_silu:
-        of_both_mnx = band.rows(GATE, gate_RTF, 2 * gate_RTF.shape[-1], of_gradients=True)
-        product_RTF = silu_product(gate_RTF, up_RTF, band.rows(DOWN, gate_RTF), of_both_mnx)
+        of_both_mnx = band.workspace(GATE, gate_RTF, 2 * gate_RTF.shape[-1], of_gradients=True)
+        product_RTF = silu_product(gate_RTF, up_RTF, band.workspace(DOWN, gate_RTF), of_both_mnx)
     else:
         product_RTF = mlp.act_fn(gate_RTF) * up_RTF
     (output_RTD,) = _products(band, (DOWN,), product_RTF)
@@ -206,7 +206,7 @@ def _gradients_of_heads(band: Band, name: str, *heads: torch.Tensor) -> torch.Te
     """Returns the memory for the gradients of projections; None if norms of the heads come between."""
     if "self_attn.k_norm.weight" in band.stack.parameters:
         return None
-    return band.rows(name, heads[0], sum(one.shape[1] * one.shape[3] for one in heads), of_gradients=True)
+    return band.workspace(name, heads[0], sum(one.shape[1] * one.shape[3] for one in heads), of_gradients=True)
 
 
 def _norm(
@@ -226,15 +226,15 @@ def _norm(
     if band.buffers is not None and takes_norm_kernel(hidden_RxD, band.stack.parameters[weight].all[0]):
         rows = hidden_RxD.numel() // width // band.size
         of_weight_mpD = band.buffers.parts(weight, band.layers, num_parts(rows, width), hidden_RxD)
-    memory = (
-        None if before is None else band.rows(before, hidden_RxD),
-        None if after is None else band.rows(after, hidden_RxD, of_gradients=True),
+    workspaces = (
+        None if before is None else band.workspace(before, hidden_RxD),
+        None if after is None else band.workspace(after, hidden_RxD, of_gradients=True),
         of_weight_mpD,
     )
     weight_mD = band.weight(weight) if of_weight_mpD is None else band.part(weight)
     if residual_RxD is None:
-        return input_and_rms_norm(hidden_RxD, weight_mD, epsilon, *memory)
-    return add_rms_norm(hidden_RxD, residual_RxD, weight_mD, epsilon, *memory)
+        return input_and_rms_norm(hidden_RxD, weight_mD, epsilon, *workspaces)
+    return add_rms_norm(hidden_RxD, residual_RxD, weight_mD, epsilon, *workspaces)
 
 
 def _products(band: Band, names: Sequence[str], input_RTI: torch.Tensor) -> list[torch.Tensor]:

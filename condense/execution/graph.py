@@ -4,7 +4,7 @@
 
 With gradient checkpointing a group consists of the segments of a checkpoint: it stores its inputs, and the graph of its
 backward pass computes it again. Otherwise it consists of all whole segments in a row, and their activations wait for
-the backward pass in the graphs' own memory. Without gradients it has `SEGMENTS` segments.
+the backward pass in the graphs' own memory. Without gradients it has `INFERENCE_SEGMENTS` segments.
 
 A shape is captured at its second use. Not captured: parts of segments, shapes that occur once or do not fit into
 memory, and a text that begins while another text waits for its backward pass. Embeddings, the final norm, the head and
@@ -34,7 +34,7 @@ from .executor import ChunkOutput, Executor
 from .stacking import REMEDY, Stack, check_stackable, stack_of
 from .static_sums import StaticSum
 
-SEGMENTS = 8  # of a group without gradients
+INFERENCE_SEGMENTS = 8  # of a group without gradients
 
 
 class GraphExecutor:

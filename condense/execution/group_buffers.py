@@ -1,10 +1,10 @@
-"""The memory of one pass through a captured group: gradients of weights wait in it until one product adds many of them.
+"""The workspace of one pass through a captured group: gradients of weights wait in it until one product adds many.
 
 A product of a segment's few tokens takes as long to write its sum as to compute it. So the gradients of a layer's
-outputs wait, with its inputs, until there are `TOKENS` of them. Kernels write both so that the rows of a layer's
-segments are adjacent: the product reads them without a copy. In a wave the layers of a band work on consecutive
-segments, the newest in the lowest layer: their rows form one tensor with a constant distance from each layer to the
-next.
+outputs wait, with its inputs, until there are `WAITING_TOKENS` of them. Kernels write both so that the rows of a
+layer's segments are adjacent: the product reads them without a copy. In a wave the layers of a band work on
+consecutive segments, the newest in the lowest layer: their rows form one tensor with a constant distance from each
+layer to the next.
 
 The gradients of a norm's weights are added up in parts, one for each program of its kernel.
 
@@ -22,13 +22,13 @@ from ..ops.shared_weights import Begun
 from .stacked_products import Gradients, add_products
 from .static_sums import StaticSum
 
-TOKENS = 4096  # of a layer, whose gradients wait
+WAITING_TOKENS = 4096  # of a layer, before a product adds their gradients
 
 
 class Buffer:
     """Rows of all layers' segments, `distance` segments from each layer to the next.
 
-    A layer may reuse the memory that another layer no longer needs, so the distance may be less than the segments.
+    A layer may reuse the rows that another layer no longer needs, so the distance may be less than the segments.
     """
 
     def __init__(self, rows_snx: torch.Tensor, distance: int):
@@ -60,21 +60,25 @@ class GroupBuffers:
         """Returns the sums by name, without tokens: they are those of the calls that replay the group."""
         return {name: (one, None) for name, one in self.sums.items()}
 
-    def rows(
+    def workspace(
         self, name: str, layers: slice, newest: int, width: int, like_RTx: torch.Tensor, of_gradients: bool
     ) -> torch.Tensor | None:
-        """Returns the memory [m, n, width] for a band's input of the products with a weight and with those beside it,
-        or for the gradients of their outputs. The band's lowest layer is at segment `newest`.
+        """Returns the workspace [m, n, width] for a band's input of the products with a weight and with those beside
+        it, or for the gradients of their outputs. The band's lowest layer is at segment `newest`.
 
         Returns None if no rows will wait, and for several texts in a wave: their rows aren't equally spaced.
         """
-        if self.tokens >= TOKENS or name not in self.sums or layers.stop - layers.start not in (1, len(like_RTx)):
+        if (
+            self.tokens >= WAITING_TOKENS
+            or name not in self.sums
+            or layers.stop - layers.start not in (1, len(like_RTx))
+        ):
             return None
         if (name, of_gradients) not in self._rows:
-            # The backward pass processes the latest segments first: when layer m + 1 is at a segment, layer m has
-            # passed all but the next one after it. The gradients that wait are those of as many consecutive segments:
+            # The backward pass processes the latest segments first: when layer m + 1 reaches segment s, layer m has
+            # finished every segment after s + 1. The gradients that wait are those of as many consecutive segments:
             # the weights must have a use in each.
-            kept = -(-TOKENS // self.tokens)
+            kept = -(-WAITING_TOKENS // self.tokens)
             distance = min(self.num_segments, kept + 1) if of_gradients else self.num_segments
             num_segments = (self.num_layers - 1) * distance + self.num_segments
             rows_snx = like_RTx.new_empty(num_segments, self.tokens, width)
@@ -92,14 +96,14 @@ class GroupBuffers:
 
     def add_products(self, names: Sequence[str], layers: slice, gradients: Gradients, input_mnI: torch.Tensor) -> None:
         """Adds the products of gradients [m, n, O] with their common input to the sums, now or together with others."""
-        if self.tokens >= TOKENS:
+        if self.tokens >= WAITING_TOKENS:
             add_products([self.sums.get(name) for name in names], layers, gradients, input_mnI)
             return
         input_mnI = input_mnI.detach()  # autograd's graph keeps this object, which must not keep the graph
         for number in range(len(input_mnI)):
             key = number + layers.start, *names
             self._waiting[key].append(([None if one is None else one[number] for one in gradients], input_mnI[number]))
-            if len(self._waiting[key]) * self.tokens >= TOKENS:
+            if len(self._waiting[key]) * self.tokens >= WAITING_TOKENS:
                 self._add_waiting(*key)
 
     @torch.no_grad()

@@ -26,8 +26,8 @@ class StaticSum(WeightSum):
         return self.memory_MOx
 
     def begin_pass(self) -> None:
-        """Prepares for a backward pass: another pass may have ended before it reached the weights, and a capture leaves
-        what its warm-up has added."""
+        """Zeroes the sum at the beginning of a backward pass. It may hold values of a pass that ended before it reached
+        the weights, or of a capture's warm-up."""
         backward_pass = torch._C._current_graph_task_id()
         if self._backward_pass != backward_pass:
             self._backward_pass = backward_pass

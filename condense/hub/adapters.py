@@ -69,7 +69,7 @@ def check_adapter_config(path: Path) -> None:
 
 def trained_memory(folder: Path, source: str) -> dict[str, Any]:
     """Returns the fields of the memory that `condense train` used for a folder of adapters of the model `source`, or
-    for one of its checkpoints. Former versions describe no base: then without those that the recipe does not name."""
+    for one of its checkpoints. Adapters of former versions describe no base: they have the recipe's fields only."""
     if memory := memory_of_base(folder):
         return memory
     recipe = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECIPE

@@ -22,7 +22,7 @@ FIELDS = ("segment_length", "memory_source", "memory_share", "sink_token_id", "p
 def name_as_in_memory(model: Any, source: Any, change: str) -> None:
     """Gives the model a name that can't be loaded; `change` says what was done to the model of `source`.
 
-    A model without a name, and one that was already changed in memory, have such a name.
+    Keeps an empty name, and one that says so already.
     """
     name = str(source or "")
     if name and not name.endswith(REMEDY):

@@ -30,8 +30,8 @@ class WeightSum:
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def give(self, gradient: torch.Tensor) -> None:
-        """Adds the gradient of a weight, which may be overwritten; the first, as large as a head, stays in its dtype as
-        long as it is the only one."""
+        """Adds the gradient of a weight, and may overwrite it. A first gradient keeps its dtype until there is a
+        second: it may be as large as a head."""
         if self.total() is None:
             self._single = gradient
         else:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from condense.memory_share import parse_share, parse_sink
+from condense.utils.memory_options import parse_share, parse_sink
 
 from ..options import NAMES, NUMBERS, Option, Options, check_rate
 

@@ -21,12 +21,12 @@ from condense import CondenseConfig, CondenseForCausalLM
 from condense.checks import check_full_attention
 from condense.hub import loading
 from condense.hub.adapters import merge_adapters
-from condense.memory_share import parse_share, parse_sink
 from condense.training.data.shards import source_files
 from condense.training.data.tasks import make_examples
 from condense.training.preflight import check_run
 from condense.training.recipe import Recipe, Source
 from condense.training.recipe.models import stock_class
+from condense.utils.memory_options import parse_share, parse_sink
 from condense.utils.notices import without_notices
 
 from ..charts import finish

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from condense.memory_share import parse_share
+from condense.utils.memory_options import parse_share
 
 from ..options import NAMES, Option, Options, check_rate
 

@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from condense import CondenseForCausalLM
-from condense.memory_share import parse_share
 from condense.training.data.documents import good_documents, read_documents
 from condense.training.recipe import Recipe, Source
+from condense.utils.memory_options import parse_share
 
 from ..charts import finish
 from ..intervals import band, format_seeds

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from condense.memory_share import parse_share
+from condense.utils.memory_options import parse_share
 
 from .variants import variant, variant_config
 from .window_attention import WINDOW_SINKS, attend_to_window

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from condense.hub.untrained import STABLE_SHARE
-from condense.memory_share import parse_share
+from condense.utils.memory_options import parse_share
 
 from .fold_arms import LOWEST, NONE, WINDOW
 

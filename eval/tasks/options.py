@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from condense.memory_share import parse_share
 from condense.training.data.fact_kinds import KINDS, check_kinds
+from condense.utils.memory_options import parse_share
 
 from ..options import (
     ATTENTION_HELP,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
-from condense.embedding import ChunkEmbedder, is_by_token
+from condense.embedding import ChunkEmbedder, is_pointwise
 from condense.segmentation import SegmentPositions, UnpaddedBatch
 
 from .models import VOCAB, gradients, padded_batch, random_ids, tiny_model
@@ -80,13 +80,13 @@ def test_a_hook_that_only_asks_for_gradients_gets_chunks(frozen):
     model, seen = tiny_model(schedule="sequential"), []
     model.model.embed_tokens.requires_grad_(not frozen)
     model.enable_input_require_grads()
-    assert is_by_token(model.model.embed_tokens)
+    assert is_pointwise(model.model.embed_tokens)
     model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     ids = random_ids(2, 23)
     model(ids, labels=ids).loss.backward()
     assert len(seen) == 5 and all(hidden.requires_grad for hidden in seen)
     model.model.embed_tokens.register_forward_hook(lambda *_: None)
-    assert not is_by_token(model.model.embed_tokens)
+    assert not is_pointwise(model.model.embed_tokens)
 
 
 def test_noise_of_packed_documents_belongs_to_the_documents():

@@ -34,7 +34,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if (found := checkpoints(folder)) else None
 
 
-def check(checkpoint: Path) -> dict:
+def read_marker(checkpoint: Path) -> dict:
     """Returns the marker's content. Raises `ValueError` for a missing, incomplete or damaged checkpoint."""
     remedy = "Delete the folder to resume from the one before it."
     if not checkpoint.is_dir():

@@ -14,7 +14,7 @@ from ..output_lock import was_finished
 from ..recipe import MAY_CHANGE_FROM_HERE, DigitsData, DocumentData, Evaluation, GeneratedData, Recipe, Stage
 from ..recipe.models import CondenseModel
 from ..recipe.section import Section, may_change
-from .complete import check, newest_checkpoint
+from .complete import newest_checkpoint, read_marker
 from .contents import contents
 from .pickles import check_pickles
 
@@ -42,7 +42,7 @@ def find_checkpoint(recipe: Recipe) -> Path | None:
 
 def _from_weights(checkpoint: Path) -> str:
     """Says how another run starts from a checkpoint's weights; with `lora` a checkpoint holds only adapters."""
-    marker = check(checkpoint)
+    marker = read_marker(checkpoint)
     if not marker["recipe"].get("lora"):
         return f"model={checkpoint}"
     return f"condense convert {marker['recipe']['model']['source']} MERGED --merge {checkpoint}, then model=MERGED"
@@ -63,7 +63,7 @@ def describe_finished(recipe: Recipe) -> str | None:
     checkpoint = newest_checkpoint(recipe.output)
     if checkpoint is None or not was_finished(recipe.output) or not any(recipe.output.glob("*.safetensors")):
         return None
-    if check(checkpoint)["step"] != recipe.steps or changes(checkpoint, recipe).refused:
+    if read_marker(checkpoint)["step"] != recipe.steps or changes(checkpoint, recipe).refused:
         return None
     return (
         f"this run is finished: all of its {recipe.steps} steps are done, and the model is in {recipe.output}. To go "
@@ -89,7 +89,7 @@ class Changes(NamedTuple):
 
 def changes(checkpoint: Path, recipe: Recipe) -> Changes:
     """Returns how a recipe differs from a checkpoint's, leaving out differences that affect nothing."""
-    marker = check(checkpoint)
+    marker = read_marker(checkpoint)
     before, now = _stored_recipe(marker, recipe), recipe.model_dump(mode="json")
     free = _may_change(before, now, has_documents=not isinstance(recipe.data, GeneratedData | DigitsData))
     follows = may_change(Recipe, MAY_CHANGE_FROM_HERE)
@@ -117,7 +117,7 @@ def changes(checkpoint: Path, recipe: Recipe) -> Changes:
 
 def former_stages(checkpoint: Path, recipe: Recipe) -> list[list[Stage]]:
     """Returns the stages that a checkpoint's run had before the recipe's own, oldest first."""
-    marker = check(checkpoint)
+    marker = read_marker(checkpoint)
     stages = [*marker.get("former_stages", []), _stored_recipe(marker, recipe)["stages"]]
     found = [[Stage(**stage) for stage in one] for one in stages if one]
     return found[:-1] if found and found[-1] == recipe.stages else found
@@ -126,7 +126,7 @@ def former_stages(checkpoint: Path, recipe: Recipe) -> list[list[Stage]]:
 def other_order(checkpoint: Path, recipe: Recipe) -> str | None:
     """Says that a former version, which wrote the checkpoint, drew from a part of the files' documents only."""
     sources = recipe.data.sources if isinstance(recipe.data, DocumentData) else []
-    if "digests" in check(checkpoint) or not sources or any(source.files is None for source in sources):
+    if "digests" in read_marker(checkpoint) or not sources or any(source.files is None for source in sources):
         return None
     return (
         f"a former version wrote {checkpoint}: it drew from the first documents only, as many as its steps need. From "
@@ -195,7 +195,7 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def check_zero_stage(checkpoint: Path, zero_stage: int | None) -> None:
     """Raises `ValueError` if a run under this ZeRO stage can't read the checkpoint; None is a run without DeepSpeed."""
-    written = check(checkpoint)["zero_stage"]
+    written = read_marker(checkpoint)["zero_stage"]
     if (written is None) != (zero_stage is None):
         with_or_without = "without" if written is None else "with"
         raise ValueError(f"checkpoint {checkpoint} was written {with_or_without} DeepSpeed: resume it in the same way.")
@@ -211,7 +211,7 @@ def make_universal(checkpoint: Path, ranks: int, zero_stage: int | None) -> bool
 
     From stage 1 on, ZeRO divides the optimizer's state among the ranks that wrote it; the universal form is undivided.
     """
-    marker = check(checkpoint)
+    marker = read_marker(checkpoint)
     if zero_stage in (None, 0) or (marker["ranks"], marker["zero_stage"]) == (ranks, zero_stage):
         return False
     with FileLock(checkpoint.parent / f".{checkpoint.name}.lock"):

@@ -16,7 +16,7 @@ from .store import Encode, Tokens, read_part, write_part
 Outcome = Tokens | Problem | str  # of a record: its tokens, its problem, or the reason why it is dropped
 
 
-class Chunk(NamedTuple):
+class DocumentChunk(NamedTuple):
     number: int  # in the shard
     before: Any  # positions in the shard, as JSON
     after: Any
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
         return sink.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Chunk":
+    def from_bytes(cls, data: bytes) -> "DocumentChunk":
         part = read_part(pa.py_buffer(data))
         kept, (number, before, after) = map(part.document, range(len(part.batch))), part.notes["chunk"]
         return cls(number, before, after, [_outcome(item, kept) for item in part.notes["outcomes"]])
@@ -61,12 +61,12 @@ class Reading(NamedTuple):
 
 def read_chunks(
     reading: Reading, encode: Encode, on_read: Callable[[str], object] = lambda where: None
-) -> Iterator[Chunk]:
+) -> Iterator[DocumentChunk]:
     """Yields the chunks of a shard. Before a chunk is tokenised, calls `on_read` with its place."""
     number, position = reading.first, reading.position
     for records, after in reading.shard.chunks(position):
         on_read(f"{records[0][0]} to {records[-1][0]}")
-        yield Chunk(number, position, after, _encode(records, reading, encode))
+        yield DocumentChunk(number, position, after, _encode(records, reading, encode))
         number, position = number + 1, after
 
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from condense.utils.progress import ProgressBar
 
 from ..recipe import DocumentData, Source, TextData
-from .chunks import Chunk, Outcome, Reading, read_chunks
+from .chunks import DocumentChunk, Outcome, Reading, read_chunks
 from .documents import good_documents, take_turns, used_fields
 from .grouping import groups
 from .shards import Problem, open_shards
@@ -106,7 +106,7 @@ class _Merged:
         first, *others = islice(readings, self.position.shard, None)
         return [first._replace(first=self.position.chunk, position=self.position.before), *others]
 
-    def outcomes(self, chunks: Callable[[Reading], Iterator[Chunk]]) -> Iterator[Outcome]:
+    def outcomes(self, chunks: Callable[[Reading], Iterator[DocumentChunk]]) -> Iterator[Outcome]:
         taken, num_read = self.position.taken, self.position.num_read
         for reading in self.readings():
             for chunk in chunks(reading):
@@ -172,7 +172,7 @@ class _Preparation:
                 return
             encode = make_encode()
 
-            def chunks(reading: Reading) -> Iterator[Chunk]:
+            def chunks(reading: Reading) -> Iterator[DocumentChunk]:
                 for chunk in read_chunks(reading, encode):
                     progress.add(*chunk.counts)
                     yield chunk
@@ -182,7 +182,7 @@ class _Preparation:
     def _merge(
         self,
         merged: Sequence[_Merged],
-        chunks: Callable[[Reading], Iterator[Chunk]],
+        chunks: Callable[[Reading], Iterator[DocumentChunk]],
         on_merged: Callable[[int, int], object],
     ) -> None:
         """Writes parts. After each one, calls `on_merged` with each source and its first shard that is still needed."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from condense.utils.progress import ProgressBar
 
-from .chunks import Chunk, Reading, read_chunks
+from .chunks import DocumentChunk, Reading, read_chunks
 from .store import Encode, Need, room_for
 
 # A server imports these modules once and forks the workers. This process can't be forked: its threads may hold locks.
@@ -33,14 +33,14 @@ def chunk_file(folder: Path, source: int, shard: int) -> Path:
     return folder / f"{source}-{shard:05d}.chunks"
 
 
-def read_chunk(file: BinaryIO) -> Chunk | None:
+def read_chunk(file: BinaryIO) -> DocumentChunk | None:
     """Returns the next chunk; None at the end of the file, or if a kill has left half a chunk."""
     header = file.read(SIZE.size)
     if len(header) < SIZE.size:
         return None
     (size,) = SIZE.unpack(header)
     data = file.read(size)
-    return Chunk.from_bytes(data) if size and len(data) == size else None
+    return DocumentChunk.from_bytes(data) if size and len(data) == size else None
 
 
 class Needed:
@@ -115,7 +115,7 @@ class Workers:
         for process in self.processes.values():
             process.join()
 
-    def chunks(self, reading: Reading) -> Iterator[Chunk]:
+    def chunks(self, reading: Reading) -> Iterator[DocumentChunk]:
         """Yields the chunks of a shard, as soon as they are written; then raises the shard's error, if any."""
         key, num_read = reading.key, 0
         with chunk_file(self.folder, *key).open("a+b") as file:  # the worker may not have made it yet

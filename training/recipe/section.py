@@ -16,7 +16,8 @@ from pydantic_core import CoreSchema, core_schema
 class Section(BaseModel):
     """Keys and values that are checked when the recipe is loaded, and fixed after that.
 
-    Values may be texts, of which a field without texts reads numbers and booleans. No boolean is a number.
+    Values may be strings. A field that takes no strings parses them as numbers or booleans. A boolean never counts as
+    a number.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

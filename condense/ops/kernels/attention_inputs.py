@@ -13,7 +13,7 @@ import torch
 
 from .availability import uses_kernels
 from .layout import given_or_new
-from .rotary import RotaryTables, gradient_of_rotated, is_by_token, takes_rotary_kernel
+from .rotary import RotaryTables, gradient_of_rotated, is_token_major, takes_rotary_kernel
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 AttentionInputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
@@ -73,7 +73,7 @@ class _Inputs(torch.autograd.Function):
     ):
         ctx.save_for_backward(cos_R1TE, sin_R1TE)
         ctx.query_heads = 0 if query_RHTE is None else query_RHTE.shape[1]
-        ctx.by_token, ctx.of_own_mnO = is_by_token(key_RGTE), of_own_mnO
+        ctx.by_token, ctx.of_own_mnO = is_token_major(key_RGTE), of_own_mnO
         num_rows = len(key_RGTE)
         num_with = 0 if memory_key_RGME is None else len(memory_key_RGME)
         ctx.memory_width = memory_key_RGME.shape[2] if num_with else 0

@@ -47,7 +47,7 @@ class _Rotation(torch.autograd.Function):
         from .triton_rotary import rotate_into
 
         ctx.save_for_backward(cos_R1TE, sin_R1TE)
-        ctx.inverse, ctx.by_token = inverse, is_by_token(tensor_RHTE)
+        ctx.inverse, ctx.by_token = inverse, is_token_major(tensor_RHTE)
         num_rows, heads, width, size = tensor_RHTE.shape
         if by_token:
             output_RHTE = tensor_RHTE.new_empty(num_rows, width, heads, size).transpose(1, 2)
@@ -67,5 +67,5 @@ def gradient_of_rotated(gradient_RHTE: torch.Tensor, tables: RotaryTables, by_to
     return _Rotation.apply(gradient_RHTE, *tables, True, by_token)
 
 
-def is_by_token(tensor_RHTE: torch.Tensor) -> bool:
+def is_token_major(tensor_RHTE: torch.Tensor) -> bool:
     return tensor_RHTE.stride(1) < tensor_RHTE.stride(2)

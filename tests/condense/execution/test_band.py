@@ -173,7 +173,7 @@ def test_layers_and_bands_follow_the_reference(name, compute):
 def test_gradients_of_a_captured_band_are_in_its_sums(name, waiting, monkeypatch):
     """Each product at once, those of a segment together, and all at the end. Autograd has the rest: what the memories
     before the band give."""
-    monkeypatch.setattr(group_buffers, "TOKENS", waiting)
+    monkeypatch.setattr(group_buffers, "WAITING_TOKENS", waiting)
     case = Case(**CASES[name])
     expected = gradients(case, *by_layers(case))
     sums = static_sums(stack_of(case.layers))

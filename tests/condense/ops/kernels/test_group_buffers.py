@@ -37,7 +37,7 @@ def without_graphs(monkeypatch):
     monkeypatch.setattr(stacked_parameters, "JOINING_DEVICES", ("cpu",))
 
 
-CASES = [(1, None, 2), (1, 8, 3), (2, 8, 2)]  # texts, segments of a checkpoint, TOKENS
+CASES = [(1, None, 2), (1, 8, 3), (2, 8, 2)]  # texts, segments of a checkpoint, WAITING_TOKENS
 FIELDS = {
     "output": {},
     "bias": {"attention_bias": True},
@@ -99,7 +99,7 @@ def test_gradients(batch, group, waiting, fields, is_wave, copied, without_kerne
     with a detached memory. All others lie where a product reads them, unless some layers remember their input: then
     the gradients of the memory's keys and values are copied, if there are any."""
     replace_launches(monkeypatch)
-    monkeypatch.setattr(group_buffers, "TOKENS", waiting * batch * SEGMENT)
+    monkeypatch.setattr(group_buffers, "WAITING_TOKENS", waiting * batch * SEGMENT)
     monkeypatch.setattr(captured_groups, "WAVE_TOKENS", 1000 if is_wave else 1)
     ids = random_ids(batch, LENGTH)
     found = gradients(uses(trained(group, dtype=torch.float32, **fields), ids, times=1), ids)
@@ -127,7 +127,7 @@ def test_with_the_norms_kernels(interpreter, copied, without_kernels, monkeypatc
     monkeypatch.setattr(triton_rms_norm, "TILE", 32)
     monkeypatch.setattr(triton_rms_norm, "PROGRAMS", 6)
     monkeypatch.setattr(triton_rms_norm, "SHARED_BY", 1)
-    monkeypatch.setattr(group_buffers, "TOKENS", 2 * SEGMENT)
+    monkeypatch.setattr(group_buffers, "WAITING_TOKENS", 2 * SEGMENT)
     fields, ids = {"num_hidden_layers": 2}, random_ids(1, 3 * SEGMENT)
     model = uses(trained(None, dtype=torch.float32, **fields), ids, times=1)
     found = gradients(model, ids)

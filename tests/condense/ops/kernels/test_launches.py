@@ -86,7 +86,7 @@ BACKWARD = {
 def test_a_further_segment(group, captures, monkeypatch):
     """One more segment is one more diagonal. The products for weight gradients are not part of it: they wait for the
     rows of all segments here, and only the output of attention is copied for them."""
-    monkeypatch.setattr(group_buffers, "TOKENS", 10**6)
+    monkeypatch.setattr(group_buffers, "WAITING_TOKENS", 10**6)
     counts = []
     for segments in (8, 9):
         captures.clear()

@@ -15,10 +15,10 @@ STOCK_MODELS = {DEPTH_LLAMA: "condense.labs.depth.model.llama:DepthLlamaForCausa
 
 # Packages that register models with transformers' Auto classes, by model type.
 REGISTERED_BY = {
-    DEPTH_LLAMA: "condense.labs.depth",
-    "condense_block_diffusion": "condense.labs.autoregressivity",
-    "condense_multi_token": "condense.labs.autoregressivity",
-    "condense_position_experts": "condense.labs.autoregressivity",
+    DEPTH_LLAMA: "condense.labs.depth.model",
+    "condense_block_diffusion": "condense.labs.autoregressivity.model",
+    "condense_multi_token": "condense.labs.autoregressivity.model",
+    "condense_position_experts": "condense.labs.autoregressivity.model",
 }
 
 # Kinds of a recipe's `model` and `objective`.

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3C
 
 from condense import CondenseForCausalLM
 from condense.cli.main import convert
-from condense.labs.depth import DepthLlamaForCausalLM
+from condense.labs.depth.model import DepthLlamaForCausalLM
 
 from .commands import printed
 

@@ -17,7 +17,7 @@ from .conftest import ROOT
 
 pytestmark = pytest.mark.unit
 
-FOLDERS = ("condense", "training", "eval")
+FOLDERS = ("condense", "training", "eval", "labs")
 OTHERS = {"_hf_hook"}  # accelerate's
 LISTED = {name for names in PRIVATE_NAMES.values() for name in names}
 HOME = "condense/hub/transformers_private.py"
@@ -33,7 +33,7 @@ def of_transformers(cls):
 
 def sources():
     folders = [(ROOT / folder).rglob("*.py") for folder in FOLDERS]
-    links = {ROOT / "condense" / folder for folder in ("training", "eval")}
+    links = {ROOT / "condense" / folder for folder in ("training", "eval", "labs")}
     paths = {path for found in folders for path in found if not links & set(path.parents)}
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(paths)}
 

@@ -77,7 +77,14 @@ def measured_fields(
         dtype="auto" if torch.cuda.is_available() else "float32",  # half precision is slow on most CPUs
     )
     output = writable(target.with_name(f"{target.name}-fold-cost"))
-    results = run_task("fold_cost", options, output)
+    try:
+        results = run_task("fold_cost", options, output)
+    except ValueError as error:
+        if "another measurement" not in str(error):
+            raise
+        raise ValueError(
+            f"{output} holds the cost on another text or model: delete it, or pass another target."
+        ) from None
     assert results is not None  # there is one process
     show(results, find_task("fold_cost"), output)
     sink = given["sink_token_id"] is not None if "sink_token_id" in given else None

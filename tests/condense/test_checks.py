@@ -8,7 +8,7 @@ from transformers import AttentionInterface, AutoTokenizer, Gemma2Config, GPT2Co
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.checks import check_tokenizer
-from condense.labs.continuity import durations_from_time_steps
+from condense.labs.continuity.model import durations_from_time_steps
 
 from ..refusals import assert_refused
 from .models import random_ids, tiny_config, tiny_model

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from condense.labs.autoregressivity import to_block_diffusion
-from condense.labs.continuity import ContinuousLM, Sentence
-from condense.labs.depth import convert_to_depth
+from condense.labs.autoregressivity.model import to_block_diffusion
+from condense.labs.continuity.model import ContinuousLM, Sentence
+from condense.labs.depth.model import convert_to_depth
 
 from .models import (
     MEMORIES,

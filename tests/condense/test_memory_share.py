@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.labs.depth import convert_to_depth
+from condense.labs.depth.model import convert_to_depth
 from condense.state.cache_argument import CACHE
 
 from .models import random_ids, tiny_model

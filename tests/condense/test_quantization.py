@@ -17,7 +17,7 @@ from condense import CondenseForCausalLM, to_stock
 from condense.hub.adapters import merge_adapters
 from condense.hub.loading import check_finite, load_model
 from condense.hub.weights import weights_fingerprint
-from condense.labs.depth import convert_to_depth
+from condense.labs.depth.model import convert_to_depth
 
 from .models import VOCAB, expected_logits, random_adapters, random_ids, tiny_model
 

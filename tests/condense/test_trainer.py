@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from condense.labs.depth import convert_to_depth
+from condense.labs.depth.model import convert_to_depth
 from tests.condense.models import both, random_ids, tiny_model
 
 pytestmark = pytest.mark.process

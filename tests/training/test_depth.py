@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from condense import CondenseForCausalLM
-from condense.labs.depth import DepthLlamaForCausalLM, convert_to_depth, to_depth_llama
+from condense.labs.depth.model import DepthLlamaForCausalLM, convert_to_depth, to_depth_llama
 
 from .runs import assert_same_training, copy_checkpoint, expected, folded_recipe, logged, run, same_weights
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 
 from condense import CondenseForCausalLM, to_stock
 from condense.configuration import IGNORE_INDEX
-from condense.labs.depth import convert_to_depth
+from condense.labs.depth.model import convert_to_depth
 from condense.training.distillation import Distillation
 from condense.training.preflight import check_run
 from condense.training.recipe import load_recipe

@@ -17,7 +17,7 @@ from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.eval.runner import Results
 
-from .. import BlockDiffusionForCausalLM, likelihood_bound
+from ..model import BlockDiffusionForCausalLM, likelihood_bound
 from .experiment import Experiment, figures, means, titles
 from .pictures import draw_curve
 from .setup import trained_folder

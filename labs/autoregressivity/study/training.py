@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
-import condense.labs.autoregressivity  # noqa: F401  registers its models
+import condense.labs.autoregressivity.model  # noqa: F401  registers its models
 from condense.eval.results import MAKE_ROOM
 from condense.eval.results_store import Record
 from condense.eval.study.training import read_curve

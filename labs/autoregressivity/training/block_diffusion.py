@@ -13,7 +13,7 @@ from condense.training.recipe.data import GeneratedData, SampleData, TextData
 from condense.training.recipe.models import check_implemented
 from condense.training.recipe.objectives import OBJECTIVES, Losses, ObjectiveKind
 
-from .. import likelihood_bound, to_block_diffusion
+from ..model import likelihood_bound, to_block_diffusion
 from ..model.block_diffusion import ATTENTION, block_config
 
 

@@ -10,7 +10,7 @@ import torch
 
 from condense.utils.text import template_tokens
 
-from .. import ContinuousLM, Sentence, interpolate
+from ..model import ContinuousLM, Sentence, interpolate
 from ..model.adapter import OutsideTable
 from ..model.spans import containing_span, encode_with_offsets, span_between
 from .classes import class_curves, likely_tokens, round_values, watched_classes

@@ -27,7 +27,7 @@ class Item:
     """A prompt and a change to it. The names of the fields are part of the settings of stored measurements.
 
     - `group`: the table or picture that the record belongs to.
-    - `vary`: an operation of `Sentence`, or `dial`, which sets the duration of the memory (`memory.dialled`).
+    - `vary`: an operation of `Sentence`, or `dial`, which sets the duration of the memory (`memory.turn_dials`).
     - `watched`: the name of the classes of next tokens.
     - `char_spans`: spans of characters of `text` whose tokens shrink. With `one_token`, each must be a single token.
     - `containing`: arguments of `containing_span`, for the published rule.

@@ -16,7 +16,7 @@ from condense.eval.results import Table, groups_of
 from condense.state.cache import FoldedCache
 from condense.training.data.passkey import PasskeyTask
 
-from .. import Sentence
+from ..model import Sentence
 from ..model.adapter import TOKENS_AT_ONCE
 from .aggregation import answers, figure, if_answering, mass_column, percent, valid
 from .counts import OBSERVED, WORDS, peak_figures

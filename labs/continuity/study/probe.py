@@ -14,7 +14,7 @@ from condense.eval.results import Table, some_table
 from condense.eval.results_store import Key
 from condense.eval.runner import Results, Task
 
-from .. import ContinuousLM
+from ..model import ContinuousLM
 from . import pictures
 from .aggregation import answers, figure
 from .control import control_table

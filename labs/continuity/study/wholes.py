@@ -14,7 +14,7 @@ import torch
 
 from condense.eval.results import Table, groups_of, picture
 
-from .. import Sentence
+from ..model import Sentence
 from .aggregation import figure, mean, percent, valid
 from .control import compare, format_mean
 from .data import load

@@ -76,7 +76,7 @@ class BlockOptions(Options):
 
         if not self.arguments and model.config.depth is None:
             return to_stock(model) if stock else model
-        from .. import convert_to_depth, to_depth_llama
+        from ..model import convert_to_depth, to_depth_llama
 
         if self.arguments:
             model = convert_to_depth(model, **self.arguments)

@@ -21,7 +21,7 @@ from condense.eval.results import Table, picture
 from condense.eval.results_store import Record
 from condense.utils.progress import ProgressBar
 
-from .. import set_solver
+from ..model import set_solver
 from ..model.settings import ADAPTIVE_SOLVERS
 from .experiment import Experiment
 from .lines import finish, groups, table

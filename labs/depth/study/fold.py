@@ -26,7 +26,7 @@ from condense.training.recipe import load_recipe
 from condense.training.small_llama import save_small_llama
 from condense.utils.notices import without_notices
 
-from .. import convert_to_depth, set_solver
+from ..model import convert_to_depth, set_solver
 from .experiment import Experiment
 from .lines import groups, table
 from .options import DepthOptions

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from .. import DepthSettings, MLPField
+from ..model import DepthSettings, MLPField
 from ..model.fields import Tau, field_size_for
 from ..model.stock import StockDepthBlock
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .. import DepthSettings
+from ..model import DepthSettings
 from ..model.settings import FIXED_SOLVERS
 from ..model.solvers import Derivative, solve_adaptive, solve_fixed
 from ..model.stock import StockDepthBlock

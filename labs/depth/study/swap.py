@@ -28,7 +28,7 @@ from condense.utils.files import read_text
 from condense.utils.notices import without_notices
 from condense.utils.progress import ProgressBar
 
-from .. import convert_to_depth, fit_field, missed_share
+from ..model import convert_to_depth, fit_field, missed_share
 from .experiment import Experiment
 from .lines import draw_band, groups, table
 from .options import DepthOptions

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import set_solver
+from ..model import set_solver
 from ..model.settings import FIXED_SOLVERS
 from ..model.solvers import TABLEAUS
 from .divergence import distances

@@ -30,7 +30,7 @@ from condense.eval.study.training import (
     study_recipe,
 )
 from condense.eval.tables import select
-from condense.labs.continuity import ContinuousLM
+from condense.labs.continuity.model import ContinuousLM
 from condense.labs.continuity.study.aggregation import SET, answers
 from condense.labs.continuity.study.counts import Counting
 from condense.labs.continuity.study.engine import Reader

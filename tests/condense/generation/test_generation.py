@@ -10,8 +10,8 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 
 from condense import CondenseForCausalLM, CondenseModel, FoldedCache, modeling, to_stock
 from condense.generation.nonfinite_logits import RefuseNonFiniteLogits
-from condense.labs.autoregressivity import MultiTokenForCausalLM
-from condense.labs.depth import convert_to_depth, to_depth_llama
+from condense.labs.autoregressivity.model import MultiTokenForCausalLM
+from condense.labs.depth.model import convert_to_depth, to_depth_llama
 from condense.state.recording import CROP_TOKENS
 
 from .. import models

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from condense import CondenseForCausalLM, CondenseModel
-from condense.labs import autoregressivity, depth
+from condense.labs.autoregressivity import model as autoregressivity
+from condense.labs.depth import model as depth
 
 pytestmark = pytest.mark.process
 

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from condense import CondenseConfig, CondenseForCausalLM, CondenseModel, to_stock
 from condense.extras import how_to_install
 from condense.hub.remote_code import MODULE
-from condense.labs.autoregressivity import MultiTokenForCausalLM, PositionExpertsForCausalLM
-from condense.labs.depth import to_depth_llama
+from condense.labs.autoregressivity.model import MultiTokenForCausalLM, PositionExpertsForCausalLM
+from condense.labs.depth.model import to_depth_llama
 from tests.labs.depth.model.models import depth_model
 
 from ...conftest import new_processes

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from condense import CondenseForCausalLM, CondenseModel, to_stock
-from condense.labs.depth import convert_to_depth
+from condense.labs.depth.model import convert_to_depth
 from tests.condense.models import random_adapters, tiny_model
 
 TEXTS = ["The sky is blue.", "Here we go.", "There and back again.", "The sun is yellow."]

@@ -8,8 +8,8 @@ from transformers import GenerationMixin, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from condense import CondenseForCausalLM, FoldedCache, to_stock
-from condense.labs.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
-from condense.labs.depth import convert_to_depth
+from condense.labs.autoregressivity.model import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
+from condense.labs.depth.model import convert_to_depth
 from condense.state.cache_argument import CACHE, CACHE_NAMES, cache_of, rename_cache
 
 from ..models import random_ids, tiny_config, tiny_model

@@ -89,7 +89,8 @@ def test_the_last_losses_are_those_of_the_saved_models(studied):
         item = Run(method, 0 if method == "stock" else 4, 1)
         found = next(one for one in results["runs"] if (one["method"], one["seed"]) == (method, 1))
         recipe = task.recipe(item)
-        model = LlamaForCausalLM.from_pretrained(recipe.output) if method == "stock" else task._trained(item, recipe)
+        is_stock = method == "stock"
+        model = LlamaForCausalLM.from_pretrained(recipe.output) if is_stock else task._load_trained(item, recipe)
         assert loss_of(model, task.held_out) == pytest.approx(found["losses"][-1], rel=1e-3)
     assert (task.recipe(Run("lora", 4, 0)).output / "adapter_model.safetensors").exists()
     weights = [load_file(task.recipe(Run("distill", 4, seed)).output / "model.safetensors") for seed in (0, 1)]

@@ -72,7 +72,7 @@ def held_by_pass(config, recipe, is_gathered=False) -> tuple[int, int]:
             weight.ds_id = 0
     known = [*model.parameters(), *model.buffers()]
     if recipe.model.has_segments and is_stackable(layers := own_model(model).model.layers):
-        known += [one.tensor_mx for one in stack_of(layers).parameters.values()]  # which has moved them
+        known += [one.tensor_Mx for one in stack_of(layers).parameters.values()]  # which has moved them
         known += model.parameters()
     if isinstance(objective := recipe.objective, Distillation):
         place(objective._teacher, own_model(model), objective._shares_weights)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from condense import CondenseConfig, CondenseForCausalLM
 from condense.cli.main import app
-from condense.labs.depth import DepthLlamaConfig, DepthLlamaForCausalLM, DepthSettings
+from condense.labs.depth.model import DepthLlamaConfig, DepthLlamaForCausalLM, DepthSettings
 from condense.training.planning.fit import reasons_without_waves
 from condense.training.planning.operations import count_operations
 from condense.training.planning.passes import parameter_shapes

@@ -66,7 +66,7 @@ def test_proposals_keep_to_what_the_recipe_allows():
         gradient_checkpointing=True,
     )
     without, checkpointed = propose(config, curriculum, PLAIN, 2, 80)
-    assert "offload_memories=true offloads checkpoints" in without["error"]
+    assert "model.offload_memories is for gradient checkpointing" in without["error"]
     assert checkpointed["overrides"] == ["gradient_checkpointing=true"] and checkpointed["micro_batch"] is None
 
 

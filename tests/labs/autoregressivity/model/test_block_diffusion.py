@@ -8,7 +8,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from condense import CondenseForCausalLM, FoldedCache
-from condense.labs.autoregressivity import BlockDiffusionForCausalLM, Corruption, likelihood_bound, to_block_diffusion
+from condense.labs.autoregressivity.model import (
+    BlockDiffusionForCausalLM,
+    Corruption,
+    likelihood_bound,
+    to_block_diffusion,
+)
 from condense.reference import decoder_layer, linear, rms_norm, rotate, sink_inputs
 from tests.condense.models import random_ids, tiny_model
 from tests.refusals import assert_refused

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GraniteConfig, Gran
 
 from condense import to_stock
 from condense.hub.loading import load_model
-from condense.labs.autoregressivity import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
+from condense.labs.autoregressivity.model import LateCache, MultiTokenForCausalLM, PositionExpertsForCausalLM
 from condense.labs.autoregressivity.model.wrapper import positions_of, real_tokens
 from tests.condense.models import padded_batch, random_ids, tiny_model
 from tests.conftest import ROOT

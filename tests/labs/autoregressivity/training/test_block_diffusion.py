@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from condense.labs.autoregressivity import BlockDiffusionForCausalLM, likelihood_bound
+from condense.labs.autoregressivity.model import BlockDiffusionForCausalLM, likelihood_bound
 from condense.training.recipe import load_recipe
 from condense.training.small_llama import word_tokenizer
 from condense.training.train import train

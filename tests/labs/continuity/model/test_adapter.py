@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from condense import to_stock
-from condense.labs.continuity import ContinuousLM, Sentence
+from condense.labs.continuity.model import ContinuousLM, Sentence
 from condense.labs.continuity.model.adapter import OutsideTable
 from condense.reference import reference_logits
 from tests.condense.models import VOCAB, random_durations, random_ids, tiny_model, weights

@@ -2,7 +2,7 @@
 
 import pytest
 
-from condense.labs.continuity import ContinuousLM, Sentence
+from condense.labs.continuity.model import ContinuousLM, Sentence
 from tests.condense.models import VOCAB, tiny_model
 from tests.refusals import assert_refused
 

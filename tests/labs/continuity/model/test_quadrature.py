@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from condense.labs.continuity import Sentence, quadrature_weights
+from condense.labs.continuity.model import Sentence, quadrature_weights
 from condense.labs.continuity.model.quadrature import RULES
 
 pytestmark = pytest.mark.unit

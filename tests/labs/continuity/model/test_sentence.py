@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from condense.labs.continuity import Sentence, TextSpan, interpolate
+from condense.labs.continuity.model import Sentence, TextSpan, interpolate
 from tests.refusals import assert_refused
 
 pytestmark = pytest.mark.unit

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from condense.labs.continuity import TextSpan, find_spans, span_between
+from condense.labs.continuity.model import TextSpan, find_spans, span_between
 from condense.labs.continuity.model.spans import encode_with_offsets
 from condense.training.small_llama import word_tokenizer
 from tests.refusals import assert_refused

@@ -7,7 +7,7 @@ from random import Random
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from condense.labs.continuity import ContinuousLM
+from condense.labs.continuity.model import ContinuousLM
 from condense.labs.continuity.study import counts, memory, probes, space, sums, transformations
 from condense.labs.continuity.study.engine import Reader
 from condense.labs.continuity.study.options import ProbeOptions

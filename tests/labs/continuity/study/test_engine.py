@@ -6,7 +6,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from condense import reference
-from condense.labs.continuity import ContinuousLM, Sentence, find_spans
+from condense.labs.continuity.model import ContinuousLM, Sentence, find_spans
 from condense.labs.continuity.study import memory, timing, transformations
 from condense.labs.continuity.study.aggregation import SET
 from condense.labs.continuity.study.classes import DIGITS

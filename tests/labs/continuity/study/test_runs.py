@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from condense.eval.intervals import mean_and_interval
-from condense.labs.continuity import ContinuousLM, Sentence
+from condense.labs.continuity.model import ContinuousLM, Sentence
 from condense.labs.continuity.study import transformations
 from condense.labs.continuity.study.counts import Counting, Events
 from condense.labs.continuity.study.memory import DISTANCES, Memory

@@ -6,7 +6,7 @@ and global positions. Axes as in `condense.reference`; C components of the contr
 
 import torch
 
-from condense.labs.depth import convert_to_depth
+from condense.labs.depth.model import convert_to_depth
 from condense.reference import decoder_layer, linear, rms_norm
 from tests.condense.models import tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from condense.hub.conversion import to_stock
-from condense.labs.depth import DepthSettings, MLPField, convert_to_depth, set_solver
+from condense.labs.depth.model import DepthSettings, MLPField, convert_to_depth, set_solver
 from condense.labs.depth.model.stock import StockDepthBlock
 from tests.condense.models import in_float64, random_ids, tiny_model
 

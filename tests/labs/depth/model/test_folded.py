@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from condense import FoldedCache, to_stock
-from condense.labs.depth import set_solver
+from condense.labs.depth.model import set_solver
 from tests.condense.models import padded_batch, random_durations, random_ids, tiny_model
 
 from .models import depth_model, random_control, reference_logits

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torchdiffeq import odeint
 
-from condense.labs.depth import DepthFlow, DepthSettings, MLPField, set_solver
+from condense.labs.depth.model import DepthFlow, DepthSettings, MLPField, set_solver
 from condense.labs.depth.model.block import LayerField
 from tests.condense.models import random_ids
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from condense import CondenseConfig, CondenseForCausalLM
-from condense.labs.depth import MLPField, convert_to_depth, fit_field, missed_share
+from condense.labs.depth.model import MLPField, convert_to_depth, fit_field, missed_share
 from condense.labs.depth.model.initialization import LinearFit, layer_states
 from tests.condense.models import tiny_model
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from condense import CondenseForCausalLM, to_stock
-from condense.labs.depth import DepthLlamaForCausalLM, convert_to_depth, set_solver, to_depth_llama
+from condense.labs.depth.model import DepthLlamaForCausalLM, convert_to_depth, set_solver, to_depth_llama
 from tests.condense.models import in_float64, padded_batch, random_ids, tiny_model
 
 pytestmark = pytest.mark.process

@@ -9,7 +9,7 @@ import torch
 
 import condense.control
 from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
-from condense.labs.depth import DepthFlow, DepthSettings, convert_to_depth, set_solver, to_depth_llama
+from condense.labs.depth.model import DepthFlow, DepthSettings, convert_to_depth, set_solver, to_depth_llama
 from condense.labs.depth.model.block import NotFiniteError
 from tests.condense.models import random_ids, tiny_config, tiny_model
 

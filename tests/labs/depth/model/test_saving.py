@@ -5,7 +5,7 @@ import torch
 
 from condense import CondenseForCausalLM, FoldedCache
 from condense.hub.conversion import to_stock
-from condense.labs.depth import convert_to_depth, set_solver
+from condense.labs.depth.model import convert_to_depth, set_solver
 from tests.condense.models import random_ids, tiny_model
 
 from .models import depth_model, random_control

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchdiffeq import odeint
 
-from condense.labs.depth import DepthSettings
+from condense.labs.depth.model import DepthSettings
 from condense.labs.depth.model.solvers import num_fixed_evaluations, solve_adaptive, solve_fixed
 
 FIXED = ("euler", "midpoint", "rk4")

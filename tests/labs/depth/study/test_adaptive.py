@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from condense.eval.runner import run
-from condense.labs.depth import set_solver
+from condense.labs.depth.model import set_solver
 from condense.labs.depth.study import adaptive
 from condense.labs.depth.study.adaptive import MODELS, WORTH, Adaptive, verdicts
 from condense.labs.depth.study.models import SMALL, block_of
@@ -38,7 +38,7 @@ def test_points_are_those_of_the_model(measured):
     folder, results, experiment, _ = measured
     ids_BT = held_out_texts(experiment.setup, TEXTS)
     for record in results["records"]:
-        model = adaptive.trained(record["model"], 0, experiment.setup, folder)
+        model = adaptive.pretrain(record["model"], 0, experiment.setup, folder)
         for point in (record["fixed"][3], record["adaptive"][0], record["adaptive"][2]):
             steps = (
                 {"steps": point["steps"]} if "steps" in point else dict.fromkeys(("rtol", "atol"), point["tolerance"])
@@ -160,7 +160,7 @@ def test_errors_are_in_float64(measured):
     from torchdiffeq import odeint
 
     folder, results, experiment, _ = measured
-    model = adaptive.trained("hybrid", 0, experiment.setup, folder)
+    model = adaptive.pretrain("hybrid", 0, experiment.setup, folder)
     block, ids_BT = block_of(model), held_out_texts(experiment.setup, TEXTS)
     with torch.no_grad():
         start = model(ids_BT, output_hidden_states=True).hidden_states[SMALL.replaced[0]].double()

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from condense.cli import main as cli
-from condense.labs.depth import set_solver
+from condense.labs.depth.model import set_solver
 from condense.labs.depth.study.efficiency import STEPS, TRAINED, head_operations, in_turn, operations, saved_bytes
 from condense.labs.depth.study.models import SMALL, build
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from condense.labs.depth import set_solver
+from condense.labs.depth.model import set_solver
 from condense.labs.depth.study.models import ARMS, PAPER, SMALL, block_of, build, num_parameters
 from condense.labs.depth.study.pretraining import held_out_loss, log_of, model_folder, pretrain, train
 

@@ -196,7 +196,7 @@ def test_against_torchdiffeq(measured):
 
     folder, results, experiment = measured
     record = next(record for record in results["divergence"] if record["name"] == "hybrid")
-    model: GPT2LMHeadModel = accurate(solvers.trained("hybrid", 0, experiment.setup, folder))
+    model: GPT2LMHeadModel = accurate(solvers.pretrain("hybrid", 0, experiment.setup, folder))
     block = block_of(model)
     ids_BT = held_out_texts(experiment.setup, 3)
     with torch.no_grad():

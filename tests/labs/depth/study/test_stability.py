@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from condense.cli import main as cli
-from condense.eval.intervals import FISHER, LOG, LOGIT, interval, shown
+from condense.eval.intervals import FISHER, LOG, LOGIT, format_seeds, interval
 from condense.eval.report import write_report
 from condense.labs.depth.study import stability
 from condense.labs.depth.study.experiments import EXPERIMENTS, depth, find_experiment
@@ -123,7 +123,7 @@ def test_intervals_stay_within_bounds():
     assert [math.log(p / (1 - p)) for p in (mean, low, high)] == pytest.approx(interval(odds)) and 0 < low < high < 1
     assert interval([0.5, 1.0], LOGIT) == (0.75, None, None)
     assert interval([0.0, 2.0], LOG) == (1.0, None, None)  # no logarithm of 0
-    assert shown([0.001, 0.002, None], 1, LOG, "%").startswith("0.1% [0.0%, ")
+    assert format_seeds([0.001, 0.002, None], 1, LOG, "%").startswith("0.1% [0.0%, ")
 
 
 def test_interval():

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from condense import CondenseForCausalLM, to_stock
 from condense.eval.runner import run
-from condense.labs.depth import convert_to_depth, missed_share
+from condense.labs.depth.model import convert_to_depth, missed_share
 from condense.labs.depth.model.initialization import layer_states
 from condense.labs.depth.study.options import DepthOptions
 from condense.labs.depth.study.swap import ARMS, RANGES, Swap, shuffle, without

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from condense import CondenseForCausalLM
 from condense.eval.runner import run
-from condense.labs.continuity import ContinuousLM
+from condense.labs.continuity.model import ContinuousLM
 from condense.labs.continuity.study import probes
 from condense.labs.continuity.study.engine import Reader
 from condense.labs.continuity.study.options import ProbeOptions

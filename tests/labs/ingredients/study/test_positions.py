@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from condense.labs.continuity import ContinuousLM, Sentence
+from condense.labs.continuity.model import ContinuousLM, Sentence
 from condense.labs.ingredients.study.positions import PositionsForCausalLM, without_rotary
 from condense.state.cache_argument import CACHE, cache_of
 from tests.labs.continuity.study.models import llama

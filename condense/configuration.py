@@ -236,7 +236,8 @@ def _check_rope_length(config: CondenseConfig) -> None:
 
 def _check_share(share: Any, num_layers: int) -> None:
     shares = share if isinstance(share, list) else [share] * num_layers
-    if len(shares) != num_layers or not all(type(one) in (int, float) and 0 <= one <= 1 for one in shares):
+    numbers = [one for one in shares if isinstance(one, int | float) and not isinstance(one, bool) and 0 <= one <= 1]
+    if not len(numbers) == len(shares) == num_layers:
         raise ValueError(f"memory_share={share!r}: pass a number from 0 to 1, or one for each of {num_layers} layers.")
 
 

@@ -39,6 +39,8 @@ def check_control_of_prompt(arguments: Mapping[str, Any], is_assistant: bool = F
     control, mask, positions = (arguments.get(name) for name in ("control", "attention_mask", "position_ids"))
     if control is None:
         return
+    if not isinstance(control, torch.Tensor) or control.dim() not in (2, 3):
+        raise ValueError(f"control={control!r}: pass a tensor [texts, components] or [texts, tokens, components].")
     columns = positions if mask is None else mask
     if columns is not None and control.dim() == 3 and control.shape[1] < columns.shape[1] and not is_assistant:
         raise ValueError(

@@ -14,6 +14,7 @@ chunk without padding.
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -95,13 +96,15 @@ def durations_for_generation(
 def _durations_of_step(new: NewTokenDuration, num_texts: int, dtype: torch.dtype, step: int) -> torch.Tensor:
     """Returns durations [B]; raises `ValueError` unless they are finite, not negative, and one for all or for each."""
     found = new(step) if callable(new) else new
-    durations_B = torch.as_tensor(found, dtype=dtype, device="cpu")
+    durations_B = torch.full((), torch.nan)
+    if isinstance(found, Real | torch.Tensor):  # a list may be meant for steps
+        durations_B = torch.as_tensor(found, dtype=dtype, device="cpu")
     if durations_B.dim() == 0:
         durations_B = durations_B.expand(num_texts)
     if durations_B.shape != (num_texts,) or not bool((torch.isfinite(durations_B) & (durations_B >= 0)).all()):
         raise ValueError(
-            f"new_token_duration gives {found!r} at step {step}: pass one number for all texts, or one for each of "
-            f"{num_texts}, finite and not negative."
+            f"new_token_duration gives {found!r} at step {step}: pass one number for all texts, or a tensor with one "
+            f"for each of {num_texts}, finite and not negative."
         )
     return durations_B
 

@@ -100,7 +100,7 @@ def generate(
         check_output_file(report)
     before = "" if prompt_file is None else read_text(prompt_file)
     asked = _read_prompts_after(before, prompt, prompts, prompt_field, answers, report)
-    _check_states(load_state, save_state, chat, prompts)
+    _check_states(load_state, save_state, chat, prompts, max_new_tokens)
     fields = {} if segment_length is None else {"segment_length": segment_length}
     components = None if control is None else _components(control, model)
     fixed = "compiled" if compiled_decoding else fixed_decoding
@@ -147,13 +147,17 @@ def _read_prompts_after(
     return read_prompts(prompts, prompt_field)
 
 
-def _check_states(load_state: Path | None, save_state: Path | None, chat: bool, prompts: Path | None) -> None:
+def _check_states(
+    load_state: Path | None, save_state: Path | None, chat: bool, prompts: Path | None, max_new_tokens: int
+) -> None:
     """Raises `ValueError` for a file that isn't a state or can't be written, and for options that don't fit."""
     from condense.state.state_file import check_new_state, check_state
 
     for name, path in (("--load-state", load_state), ("--save-state", save_state)):
         if path is not None and chat:
             raise ValueError(f"{name} {path}: --chat wraps a whole text in a template. Leave out one of the two.")
+    if not max_new_tokens and save_state is None:
+        raise ValueError("--max-new-tokens 0 only reads: pass --save-state, the file for the state.")
     if load_state is not None:
         check_state(load_state)
     if save_state is None:
@@ -223,6 +227,8 @@ def _answer(
         input_ids = encode(tokenizer, chat_text(tokenizer, text), with_first=False)  # the template has a first token
     else:
         input_ids = encode(tokenizer, text, with_first=states.continued is None)
+    if not input_ids.numel():
+        raise ValueError(f"the prompt {text!r} has no tokens: pass a text.")
     given = {} if control is None else {"control": torch.tensor([control], device=model.device)}
     start = time.perf_counter()
     cache = FoldedCache(model.config) if states.continued is None else copy.deepcopy(states.continued)

@@ -52,6 +52,8 @@ def read_header(path: Path) -> Header:
 
 @cache
 def _read_header(path: Path, size: int, changed_ns: int) -> Header:
+    if not is_gguf(path):
+        raise ValueError(f"{path} is not a GGUF file, which begins with {MAGIC.decode()}: copy the file again.")
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             header = _parse(data)

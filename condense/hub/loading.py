@@ -301,7 +301,7 @@ def _check_hub(source: str) -> None:
     except HfHubHTTPError as error:
         if not isinstance(error, RepositoryNotFoundError):
             return  # transformers has a message for each of these
-        reason = "lists no such model"
+        reason = "lists no such model, or it is private and you are not logged in"
     except Exception as error:  # the HTTP library differs between releases of huggingface_hub
         reason = f"can't be reached ({first_line(error)})"
     else:

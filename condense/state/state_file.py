@@ -120,7 +120,10 @@ def check_new_state(path: Path) -> None:
     """Raises `ValueError` if a state can't be written there, or would replace a file that isn't a state."""
     check_output_file(path)
     if path.exists():
-        check_state(path)
+        try:
+            check_state(path)
+        except ValueError as error:
+            raise ValueError(f"{path} exists and is not a state: pass another path.") from error
 
 
 @contextmanager

@@ -41,7 +41,7 @@ def read_marker(checkpoint: Path) -> dict:
         raise ValueError(f"there is no checkpoint {checkpoint}.")
     try:
         marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):  # another error of the disk is none of the checkpoint
         marker = None
     if not isinstance(marker, dict) or not marker.keys() >= FIELDS:
         raise ValueError(f"checkpoint {checkpoint} was never completed, or its {MARKER} is damaged. {remedy}")

@@ -228,11 +228,13 @@ KINDS = {
 
 
 def check_kinds(kinds: Sequence[str], most_facts: int) -> None:
-    """Raises `ValueError` for no kinds, and for a kind that is unknown or needs more facts."""
+    """Raises `ValueError` for no kinds, and for a kind that is unknown, is named twice or needs more facts."""
     if not kinds:
         raise ValueError(f"kinds is empty: name some of {', '.join(KINDS)}.")
     for kind in kinds:
         check_choice("kind", kind, KINDS)
+        if kinds.count(kind) > 1:
+            raise ValueError(f"kinds names {kind!r} twice: leave one out.")
         if KINDS[kind].least > most_facts:
             raise ValueError(
                 f"facts={most_facts}, and the kind {kind!r} needs {KINDS[kind].least}: raise facts, or leave it out."

@@ -78,7 +78,8 @@ class Registry(Generic[S]):
     def register(self, section: type[S]) -> type[S]:
         """Adds a class under the default of its field `kind`; a decorator."""
         name = section.model_fields["kind"].default
-        assert name not in self.kinds
+        if name in self.kinds:
+            raise ValueError(f"kind={name!r} is already registered: choose another name.")
         self.kinds[name] = section
         return section
 

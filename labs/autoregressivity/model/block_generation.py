@@ -57,6 +57,8 @@ def generate_blocks(
     config, others = model._prepare_generation_config(generation_config, **options)
     order = order or ("random" if config.do_sample else "confidence")
     _check(config, others, max_denoising_steps, order)
+    if streamer is not None and len(prompt_BN) > 1:  # it would end after the first row, or receive no other
+        raise ValueError(f"a streamer takes one text, and the batch has {len(prompt_BN)}: pass one row.")
     model._prepare_special_tokens(config, attention_mask is not None, device=prompt_BN.device)
     num_new = config.max_new_tokens or (config.max_length or 0) - prompt_BN.shape[1]
     if num_new < 1:

@@ -39,14 +39,15 @@ class BlockDiffusion(ObjectiveKind):
         if recipe.gradient_checkpointing:
             raise ValueError("objective.kind='block_diffusion' has no gradient checkpointing: set it to false")
         data = recipe.data
-        packs = isinstance(data, TextData) and data.fit == "pack"
+        if isinstance(data, TextData) and data.fit == "pack":
+            raise ValueError("objective.kind='block_diffusion' takes texts of one length: set data.fit=cut")
         may_be_alike = isinstance(data, TextData | SampleData) or (
             isinstance(data, GeneratedData) and data.shortest == 1
         )
-        if packs or (recipe.micro_batch > 1 and not may_be_alike):
+        if recipe.micro_batch > 1 and not may_be_alike:
             raise ValueError(
-                "objective.kind='block_diffusion' takes texts of one length in a micro-batch: set data.fit=cut, or "
-                "micro_batch=1"
+                "objective.kind='block_diffusion' takes texts of one length in a micro-batch, and those of data.task="
+                f"{data.task} differ: set micro_batch=1"
             )
         if isinstance(data, GeneratedData) and data.background:
             raise ValueError(
@@ -81,6 +82,10 @@ class BlockDiffusion(ObjectiveKind):
         return Losses(torch.stack(losses).sum(), torch.stack(sums).sum(0), torch.stack(targets).sum(0))
 
     def _losses(self, model, batch, num_targets, generator: torch.Generator | None) -> Losses:
-        assert "attention_mask" not in batch
+        if "attention_mask" in batch:  # keys of as many digits may have different numbers of tokens
+            raise ValueError(
+                "objective.kind='block_diffusion' takes texts of one length in a micro-batch, and these differ: set "
+                "micro_batch=1"
+            )
         loss = likelihood_bound(model, batch["input_ids"], batch["labels"], generator).sum()
         return Losses(loss / num_targets, loss.detach()[None], self.num_targets(batch)[None])

@@ -30,7 +30,9 @@ class FreeRunning(ObjectiveKind):
     def _check_tree(self):
         for name, value in (("samples", self.samples), ("width", self.width)):
             if (self.feedback == "branch") != (value is not None):
-                raise ValueError(f"{name}={value} with feedback={self.feedback}: only feedback=branch has it")
+                raise ValueError(
+                    f"{name}={value} with feedback={self.feedback}: feedback=branch needs it, and no other"
+                )
         return self
 
     def obstacle_to_zero_3(self) -> str | None:

@@ -95,11 +95,22 @@ class ContinuousLM:
         if sentence.embeddings_ND is not None:
             return self._on_device(sentence, sentence.embeddings_ND)
         assert sentence.ids_N is not None
+        size = self.model.get_input_embeddings().num_embeddings
+        if not bool(((sentence.ids_N >= 0) & (sentence.ids_N < size)).all()):
+            raise ValueError(
+                f"the sentence has ids outside the vocabulary of {size} tokens, as from another tokenizer: encode the "
+                "text with the tokenizer of this model."
+            )
         return sentence.with_embeddings(self.model.get_input_embeddings()(sentence.ids_N.to(self.model.device)))
 
     def _on_device(self, sentence: Sentence, embeddings_ND: torch.Tensor) -> Sentence:
-        """Moves the sentence to the model's device."""
+        """Moves the sentence to the model's device. Raises `ValueError` for embeddings of the wrong width or dtype."""
         weight_VD = self.model.get_input_embeddings().weight
+        if embeddings_ND.shape[1] != weight_VD.shape[1] or embeddings_ND.dtype != weight_VD.dtype:
+            raise ValueError(
+                f"embeddings of width {embeddings_ND.shape[1]} and {embeddings_ND.dtype} do not fit the model, whose "
+                f"width is {weight_VD.shape[1]} and dtype {weight_VD.dtype}: compute them with embed, or convert them."
+            )
         if embeddings_ND.device == weight_VD.device:
             return sentence
         return sentence.with_embeddings(embeddings_ND.to(weight_VD.device))

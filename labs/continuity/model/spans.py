@@ -57,6 +57,8 @@ def span_between(tokenizer: Any, text: str, start: int, end: int) -> TextSpan:
             f"characters {start} to {end} are not a part of {len(text)}: pass 0 <= start < end <= {len(text)}."
         )
     first, last = _without_space(text, start, end)
+    if first == last:
+        raise ValueError(f"characters {start} to {end} of {text!r} are only white space: pass a part with other text.")
     return _covering(encode_with_offsets(tokenizer, text)[1], first, last, text[first:last])
 
 

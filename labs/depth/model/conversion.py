@@ -41,6 +41,8 @@ def convert_to_depth(
     weights of the other layers. Raises `ValueError` for an empty range or one outside the stack, unknown settings, a
     model that has a depth block, quantized weights, and a stock Llama with the field `layer`.
     """
+    if not isinstance(model, CondenseForCausalLM | LlamaForCausalLM):  # others may have windows or scales of their own
+        raise ValueError(f"the model is a {type(model).__name__}: pass a CondenseForCausalLM or a LlamaForCausalLM.")
     config = model.config
     check_not_quantized(config, f"a depth block in place of layers {first}:{end}")
     check_range(config, first, end)

@@ -47,6 +47,8 @@ class DepthSettings:
         _check_name("field", self.field, FIELDS)
         _check_name("solver", self.solver, FIXED_SOLVERS + ADAPTIVE_SOLVERS)
         _check_name("gradient", self.gradient, GRADIENTS)
+        if not isinstance(self.learn_alpha, bool):
+            raise ValueError(f"depth: learn_alpha={self.learn_alpha!r}: pass True or False.")
         if self.field == "layer" and self.field_size is not None:
             raise ValueError(f"depth: field_size={self.field_size!r}: the field 'layer' has the width of a layer.")
         lowest = {"position": 0, "num_replaced": 1, "control_size": 0, "steps": 1, "max_evaluations": 1}

@@ -138,6 +138,8 @@ def test_continued_cache(model):
         ({"durations": torch.ones(2, 8), "num_beams": 2}, r"durations of shape \(2, 8\).*\(2, 7\)"),
         ({"new_token_duration": -1}, "not negative"),
         ({"new_token_duration": lambda step: torch.ones(3)}, "at step 0: .* one for each of 2"),
+        ({"new_token_duration": lambda step: "long"}, "gives 'long' at step 0"),
+        ({"new_token_duration": [1.0, 3.0]}, r"gives \[1.0, 3.0\] at step 0: pass one number .* or a tensor"),
         ({"new_token_duration": 1.0, "guidance_scale": 1.5}, "guidance_scale"),
     ],
 )

@@ -266,7 +266,7 @@ def test_the_description_is_small_and_readable(adapters):
 
 
 def test_the_adapters_of_smollm2_fit_the_base_that_they_describe():
-    folder = Path(__file__).parents[2] / "docs" / "results" / "smollm2" / "healing" / "adapters"
+    folder = Path(__file__).parents[3] / "docs" / "results" / "smollm2" / "healing" / "adapters"
     memory = memory_of_base(folder)
     assert (memory["segment_length"], memory["memory_share"], memory["sink_token_id"]) == (256, 0.2, 1)
     described = json.loads((folder / BASE).read_text())["weights"]

@@ -53,7 +53,7 @@ class After:
 held = {{After.transformers, *([transformers] if "transformers" in globals() else [])}}
 assert all(module.CondenseForCausalLM is condense.CondenseForCausalLM for module in held)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -295,6 +295,7 @@ def test_facts_between_sentences_of_a_novel(novel, tmp_path):
     ("data", "message"),
     [
         ({"kinds": ["one_fakt"]}, "kind='one_fakt' is not known"),
+        ({"kinds": ["one_fact", "one_fact"]}, "names 'one_fact' twice"),
         ({"kinds": []}, "kinds is empty"),
         ({"facts": 2}, "facts=2, and the kind 'three_facts' needs 3"),
         ({"sources": [{"hub": "a/b"}]}, "comes from files"),

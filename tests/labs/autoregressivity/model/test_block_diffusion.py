@@ -215,6 +215,15 @@ def test_a_text_ends_at_its_last_token_and_is_streamed_by_blocks():
     assert [len(part.flatten()) for part in streamer.parts[1:-1]] == [3] * (len(streamer.parts) - 2)
 
 
+def test_a_streamer_takes_one_text():
+    """It would end after the first row of a padded batch, and receive the first row of another."""
+    model, mask = block_model(3), torch.ones(2, 7, dtype=torch.long)
+    for padding in (0, 2):
+        mask[1, :padding] = 0
+        with pytest.raises(ValueError, match="a streamer takes one text, and the batch has 2"):
+            model.generate(random_ids(2, 7), attention_mask=mask, max_new_tokens=3, streamer=object())
+
+
 def test_sampling_follows_the_distribution():
     model, prompt = block_model(3), random_ids(1, 7)
     torch.manual_seed(0)

@@ -67,8 +67,8 @@ def test_a_run_saves_a_model_that_writes_blocks(path):
         (["gradient_checkpointing=true"], "has no gradient checkpointing: set it to false"),
         (["attention=flex_attention"], "has no attention=flex_attention: choose one of auto, eager, sdpa"),
         (["objective.block_length=0"], "greater than or equal to 1"),
-        (["data.fit=pack", "micro_batch=1"], "takes texts of one length in a micro-batch: set data.fit=cut"),
-        (["data={task: passkey, background: 0}"], "in a micro-batch: set data.fit=cut, or micro_batch=1"),
+        (["data.fit=pack", "micro_batch=1"], "takes texts of one length: set data.fit=cut"),
+        (["data={task: passkey, background: 0}"], "those of data.task=passkey differ: set micro_batch=1"),
         (["data={task: passkey}", "micro_batch=1"], "data.background=2 labels single tokens: set it to 0"),
     ],
 )

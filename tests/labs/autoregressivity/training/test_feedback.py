@@ -219,8 +219,8 @@ def test_contradictions_are_refused(tmp_path):
         ("feedback=beam",): "'argmax', 'sample', 'branch' or 'expected'",
         ("feedback=branch",): "samples=None with feedback=branch",
         ("feedback=branch", "samples=2"): "width=None with feedback=branch",
-        ("samples=2",): "samples=2 with feedback=argmax: only feedback=branch has it",
-        ("feedback=sample", "width=2"): "width=2 with feedback=sample: only feedback=branch has it",
+        ("samples=2",): "samples=2 with feedback=argmax: feedback=branch needs it, and no other",
+        ("feedback=sample", "width=2"): "width=2 with feedback=sample: feedback=branch needs it, and no other",
         ("feedback=branch", "samples=0", "width=1"): "objective.samples",
     }.items():
         with pytest.raises(ValueError, match=message):

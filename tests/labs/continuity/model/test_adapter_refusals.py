@@ -1,6 +1,7 @@
 """`ContinuousLM` refuses arguments, models, tokens and positions that do not fit, and names them."""
 
 import pytest
+import torch
 
 from condense.labs.continuity.model import ContinuousLM, Sentence
 from tests.condense.models import VOCAB, tiny_model
@@ -92,6 +93,25 @@ def test_models_with_other_logits_are_refused(change, words):
 def test_the_check_does_not_change_the_rule(rule):
     """The trapezoid rule does not give the model's own logits, but it is a valid choice."""
     assert ContinuousLM(any_model("llama"), rule=rule).rule == rule
+
+
+@pytest.mark.parametrize("wrong", [VOCAB, -1])
+@pytest.mark.parametrize("name", ["llama", "folded"])
+def test_ids_of_another_tokenizer_are_refused(name, wrong):
+    lm = ContinuousLM(any_model(name))
+    for read in (lm.embed, lm.logits, lambda sentence: lm.next_logits([sentence])):
+        assert_refused(f"vocabulary of {VOCAB} tokens.*another tokenizer", read, Sentence([3, wrong]))
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "words"),
+    [(torch.ones(3, 23), "23"), (torch.ones(3, 1), "width 1 "), (torch.ones(3, 24).bfloat16(), "bfloat16")],
+)
+@pytest.mark.parametrize("name", ["llama", "folded"])
+def test_embeddings_that_would_be_broadcast_or_rounded_are_refused(name, embeddings, words):
+    lm = ContinuousLM(any_model(name).float())
+    for read in (lm.logits, lambda sentence: lm.next_logits([sentence])):
+        assert_refused(words, read, Sentence(embeddings=embeddings))
 
 
 def test_a_folded_model_refuses_fixed_positions():

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 import condense.control
 from condense import CondenseConfig, CondenseForCausalLM, FoldedCache
@@ -16,6 +17,9 @@ from tests.condense.models import random_ids, tiny_config, tiny_model
 from .models import depth_model, random_control
 
 pytestmark = pytest.mark.unit
+
+
+SMALL = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def settings(**changes):
@@ -37,6 +41,7 @@ def test_ranges_that_are_empty_reversed_or_outside(first, end):
         ({"solver": "RK4"}, "solver='RK4' is not known"),
         ({"field": "mlp-tau"}, "field='mlp-tau' is not known: did you mean 'mlp_tau'?"),
         ({"gradient": "ajoint"}, "did you mean 'adjoint'?"),
+        ({"learn_alpha": "no"}, "learn_alpha='no': pass True or False"),
         ({"rtol": 0}, "rtol=0: pass a number, as a tolerance one above 0 and below 1"),
         ({"atol": -1e-3}, "atol=-0.001: pass a number"),
         ({"rtol": float("nan")}, "rtol=nan: pass a number"),
@@ -68,6 +73,9 @@ def test_conversion_refuses_what_it_cannot_convert():
     assert model.config.depth is None
     with pytest.raises(ValueError, match="a depth block at position 1: a model has one"):
         convert_to_depth(convert_to_depth(model, 1, 2), 0, 1)
+    with_window = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4))
+    with pytest.raises(ValueError, match=r"is a MistralForCausalLM: pass a CondenseForCausalLM or"):
+        convert_to_depth(with_window, 0, 1)
 
 
 def test_configurations_written_by_hand():
@@ -129,6 +137,12 @@ def test_a_control_that_ends_before_the_prompt():
     for model in (depth_model(), to_depth_llama(depth_model())):
         with pytest.raises(ValueError, match="control has 4 columns and the prompt 6: pass one for each token"):
             model.generate(random_ids(2, 6), control=torch.zeros(2, 4, 2), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("control", [torch.zeros(2), [1.0, -1.0], 1.0])
+def test_generate_refuses_what_is_no_control(control):
+    with pytest.raises(ValueError, match=r"pass a tensor \[texts, components\] or"):
+        depth_model().generate(random_ids(2, 5), control=control, max_new_tokens=2)
 
 
 def test_a_control_for_a_model_that_takes_none():

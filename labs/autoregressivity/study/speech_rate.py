@@ -77,7 +77,7 @@ class SpeechRates(Experiment[Item]):
 
     def measure(self, item: Item) -> Record:
         judge, windows_BN = self._judge(item.seed), self.setup.prompts
-        model, difficulty = self._train(item, judge), Difficulty.load(str(judge))
+        model, difficulty = self._load_trained(item, judge), Difficulty.load(str(judge))
         reads = SPEECHES if item.trained == EVEN else [item.trained, EVEN]
         losses = {read.label: self.loss(model, windows_BN, read, difficulty) for read in reads}
         prompt_length = self.setup.size.prompt_length
@@ -93,7 +93,7 @@ class SpeechRates(Experiment[Item]):
 
         return make_once(self.setup.inputs / f"judge-{seed}", write)
 
-    def _train(self, item: Item, judge: Path) -> Any:
+    def _load_trained(self, item: Item, judge: Path) -> Any:
         if item.trained == EVEN:
             return loading.load_model(CondenseForCausalLM, str(judge), dtype=torch.float32).eval()
         return self._train(item.trained, item.seed, judge)

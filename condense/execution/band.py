@@ -98,12 +98,14 @@ def run_band(
     from_output = writes and set(shares) == {1} and not is_detached
     input_RTD, normed_RTD = _norm(band, "input_layernorm", hidden_RTD, before=QUERY)
     attention_RTD, written = _attention(band, normed_RTD, memory, metadata, from_input)
-    residual_RTD, normed_RTD = _norm(
+    residual_RTD, normed_RTD = _add_and_norm(
         band, "post_attention_layernorm", attention_RTD, input_RTD, after=OUTPUT, before=GATE
     )
     update_RTD = _mlp(band, normed_RTD)
     if from_output:
-        output_RTD, normed_RTD = _norm(band, "input_layernorm", update_RTD, residual_RTD, after=DOWN, before=KEY)
+        output_RTD, normed_RTD = _add_and_norm(
+            band, "input_layernorm", update_RTD, residual_RTD, after=DOWN, before=KEY
+        )
         written = _memory(band, normed_RTD, metadata)
     else:
         output_RTD = residual_RTD + update_RTD
@@ -210,31 +212,36 @@ def _gradients_of_heads(band: Band, name: str, *heads: torch.Tensor) -> torch.Te
 
 
 def _norm(
-    band: Band,
-    name: str,
-    hidden_RxD: torch.Tensor,
-    residual_RxD: torch.Tensor | None = None,
-    after: str | None = None,
-    before: str | None = None,
+    band: Band, name: str, hidden_RxD: torch.Tensor, before: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the input, which may be a sum, for its further uses, and its norm.
+    """Returns the input for its further uses, and its norm; `before` is the first linear map that reads the norm."""
+    return input_and_rms_norm(hidden_RxD, *_norm_arguments(band, name, hidden_RxD, None, before))
 
-    `after` is the linear map whose output `hidden_RxD` is, `before` the first of those that read the norm.
-    """
+
+def _add_and_norm(
+    band: Band, name: str, update_RTD: torch.Tensor, residual_RTD: torch.Tensor, after: str, before: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the sum of an update and the residual stream, and its norm; `after` is the linear map whose output the
+    update is, `before` the first that reads the norm."""
+    return add_rms_norm(update_RTD, residual_RTD, *_norm_arguments(band, name, update_RTD, after, before))
+
+
+def _norm_arguments(
+    band: Band, name: str, hidden_RxD: torch.Tensor, after: str | None, before: str | None
+) -> tuple[torch.Tensor, float, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Returns the weights, epsilon and workspaces of a norm's kernel."""
     epsilon, weight = band.stack.layers[0].get_submodule(name).variance_epsilon, f"{name}.weight"
     width, of_weight_mpD = hidden_RxD.shape[-1], None
     if band.buffers is not None and takes_norm_kernel(hidden_RxD, band.stack.parameters[weight].all[0]):
         rows = hidden_RxD.numel() // width // band.size
         of_weight_mpD = band.buffers.parts(weight, band.layers, num_parts(rows, width), hidden_RxD)
-    workspaces = (
+    return (
+        band.weight(weight) if of_weight_mpD is None else band.part(weight),
+        epsilon,
         None if before is None else band.workspace(before, hidden_RxD),
         None if after is None else band.workspace(after, hidden_RxD, of_gradients=True),
         of_weight_mpD,
     )
-    weight_mD = band.weight(weight) if of_weight_mpD is None else band.part(weight)
-    if residual_RxD is None:
-        return input_and_rms_norm(hidden_RxD, weight_mD, epsilon, *workspaces)
-    return add_rms_norm(hidden_RxD, residual_RxD, weight_mD, epsilon, *workspaces)
 
 
 def _products(band: Band, names: Sequence[str], input_RTI: torch.Tensor) -> list[torch.Tensor]:

@@ -40,5 +40,5 @@ def test_a_kind_has_one_class():
 
     registry = Registry[Section](default="one")
     registry.register(One)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="kind='one' is already registered: choose another name"):
         registry.register(One)

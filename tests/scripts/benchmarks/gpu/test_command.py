@@ -163,13 +163,18 @@ def test_a_wrong_model_stops_the_run(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.txt"]  # no points, no CSV
 
 
-def test_segments_from_a_recorded_graph(monkeypatch, tmp_path):
+@pytest.mark.parametrize("num_dtypes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_segments_from_a_recorded_graph(num_dtypes, monkeypatch, tmp_path):
     """As on CUDA: right graphs take part in the race; a wrong graph is found and does not."""
     counts = recorded_graphs(monkeypatch)
+    if num_dtypes == 1:
+        monkeypatch.delitem(correctness.LIMITS, torch.bfloat16)  # slow on a CPU
     session = new_session(SMOKE, time.monotonic() + 600, tmp_path)
     session.part = "captured_groups"
     captured_groups(session)
-    assert [check["passed"] for check in session.checks] == [True] * 2 * 2 * 3 * (2 * 3 + 1) and counts["replay"]
+    assert [check["passed"] for check in session.checks] == [True] * num_dtypes * 2 * 3 * (2 * 3 + 1) and counts[
+        "replay"
+    ]
     raced_now = [(one.segment_length, one.schedule) for one in raced(session, [16, 32])]
     assert raced_now[-2:] == [(16, "graph"), (32, "graph")] and len(raced_now) == 6
     assert len(raced(session, [16, 32], graph=False)) == len(raced(session, [16, 32], "flash_attention_2")) == 4
@@ -183,7 +188,8 @@ def test_segments_from_a_recorded_graph(monkeypatch, tmp_path):
     forward = groups_module.CapturedGroup.forward
     wrong = lambda group, given: forward(group, (*given[:6], given[6] * 1.2, *given[7:]))  # noqa: E731
     monkeypatch.setattr(groups_module.CapturedGroup, "forward", wrong)
-    monkeypatch.delitem(correctness.LIMITS, torch.bfloat16)  # one dtype shows it
+    if num_dtypes == 2:
+        monkeypatch.delitem(correctness.LIMITS, torch.bfloat16)  # one dtype shows it
     captured_groups(session)
     assert not all(check["passed"] for check in session.checks)
     assert len(raced(session, [16, 32])) == 4

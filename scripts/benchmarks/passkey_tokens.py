@@ -3,8 +3,8 @@
     python -m scripts.benchmarks.passkey_tokens stock=SmolLM2-135M-Instruct untrained=FOLDED
 
 Every model reads the same prompts and their answers. Prints, for each length, how often the first token of the answer
-is the most likely one, and the tokens after it, given those before. Between the first token and the digits a model
-chooses only how to go on.
+is the most likely one, and how often those after it are, given the answer so far. A model that fails at the first alone
+has not lost the key: it would have said something else.
 
 Axes: B prompts, N tokens of a prompt, A tokens of an answer.
 """
